@@ -1,0 +1,64 @@
+"""The module paths of the original library, so that existing imports keep working."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = __name__.split(".", maxsplit=1)[0]
+_PACKED = ("_func", "_kvpacked_func", "_qkvpacked_func")
+_LSE = dict.fromkeys(("flatten_varlen_lse", "unflatten_varlen_lse"), ".adapters.historic")
+
+
+def _functions(stem: str) -> dict[str, str]:
+    return dict.fromkeys((stem + suffix for suffix in _PACKED), ".api")
+
+
+# module: {name: where it lives now}
+MODULE_PATHS: dict[str, dict[str, str]] = {
+    "ring_flash_attn": _functions("ring_flash_attn"),
+    "ring_flash_attn_varlen": _functions("ring_flash_attn_varlen"),
+    "zigzag_ring_flash_attn": _functions("zigzag_ring_flash_attn"),
+    "zigzag_ring_flash_attn_varlen": _functions("zigzag_ring_flash_attn_varlen"),
+    "stripe_flash_attn": _functions("stripe_flash_attn"),
+    "llama3_flash_attn_varlen": {
+        **_functions("llama3_flash_attn_varlen"),
+        "llama3_flash_attn_prepare_cu_seqlens": ".llama3",
+    },
+    "utils": {
+        **_LSE,
+        "get_default_args": ".adapters.historic",
+        "update_out_and_lse": ".adapters.historic",
+        "AllGatherComm": ".comm.historic",
+        "RingComm": ".comm.historic",
+    },
+    "triton_utils": _LSE,
+}
+
+
+def register() -> None:
+    """Make every historic path importable. What is behind a name loads when it is first used."""
+    package = sys.modules[_PACKAGE]
+    for name, sources in MODULE_PATHS.items():
+        module = _module(f"{_PACKAGE}.{name}", sources)
+        sys.modules[module.__name__] = module
+        setattr(package, name, module)
+
+
+def _module(path: str, sources: dict[str, str]) -> ModuleType:
+    module = ModuleType(path, f"A historic path: {', '.join(sources)}.")
+    module.__spec__ = ModuleSpec(path, loader=None)
+    module.__package__ = _PACKAGE
+
+    def load(name: str) -> Any:
+        if name not in sources:
+            raise AttributeError(f"module {path!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(sources[name], _PACKAGE), name)
+        setattr(module, name, value)
+        return value
+
+    vars(module).update(__all__=list(sources), __getattr__=load, __dir__=lambda: list(sources))
+    return module

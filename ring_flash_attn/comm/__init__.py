@@ -1,0 +1,25 @@
+"""Communication: the only place that knows torch.distributed; and virtual ranks in one process."""
+
+from .agreement import agree, check_mode
+from .base import Message, Transport
+from .distributed import (
+    DistributedTransport,
+    gather_shards,
+    rank_and_size,
+    resolve_group,
+    share_seed,
+)
+from .virtual import virtual_transports
+
+__all__ = [
+    "DistributedTransport",
+    "Message",
+    "Transport",
+    "agree",
+    "check_mode",
+    "gather_shards",
+    "rank_and_size",
+    "resolve_group",
+    "share_seed",
+    "virtual_transports",
+]

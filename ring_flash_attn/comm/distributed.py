@@ -1,0 +1,128 @@
+"""Transport over torch.distributed: NCCL, and gloo for tensors on the CPU or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .base import Message
+
+_connected: WeakSet[ProcessGroup] = WeakSet()  # NCCL groups that have run a collective of ours
+
+
+def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
+    """The group itself, the default one for None; ValueError if this rank is not in it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group first, "
+            "or use flash_attn_func and its siblings for attention on one device"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"group: rank {dist.get_rank()} is not a member of this group")
+        raise ValueError(f"group must be a ProcessGroup or None, not {type(group).__name__}")
+    if dist.get_rank(group) < 0:
+        ranks = dist.get_process_group_ranks(group)
+        raise ValueError(f"group: rank {dist.get_rank()} is not one of its members {ranks}")
+    return group
+
+
+def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in the group, and the group's size."""
+    group = resolve_group(group)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _is_gloo(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the group would send tensors of this device through gloo."""
+    config = dist.get_backend_config(group)
+    backends = dict(pair.split(":") for pair in str(config).split(",") if ":" in pair)
+    return backends.get(device.type, dist.get_backend(group)) == "gloo"
+
+
+def share_seed(seed: Tensor, group: ProcessGroup, device: torch.device) -> Tensor:
+    """The seed of the group's first rank, on `device`."""
+    if dist.get_world_size(group) > 1:
+        where = torch.device("cpu") if _is_gloo(group, device) else device
+        seed = seed.to(where)
+        dist.broadcast(seed, group=group, group_src=0)
+    return seed.to(device)
+
+
+def gather_shards(
+    local: Tensor, shapes: Sequence[tuple[int, ...]], group: ProcessGroup
+) -> list[Tensor]:
+    """Every rank's contiguous tensor, on every rank; shapes may differ."""
+    transport = DistributedTransport(group, local.device)
+    rank = dist.get_rank(group)
+    parts = [local if r == rank else local.new_empty(shape) for r, shape in enumerate(shapes)]
+    others = [r for r in range(len(shapes)) if r != rank]
+    transport.post(
+        [Message(parts[r], r, receive=True) for r in others]
+        + [Message(local, r, receive=False) for r in others]
+    )
+    transport.wait()
+    return parts
+
+
+class DistributedTransport:
+    """This process's end of a group.
+
+    NCCL waits are waits of the current stream, never of the host. gloo cannot send CUDA tensors:
+    they are staged through pinned host memory, which blocks the host.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._gloo = _is_gloo(group, device)
+        self._staged = self._gloo and device.type != "cpu"
+        self._requests: list[Any] = []
+        self._arrivals: list[tuple[Tensor, Tensor]] = []  # (on the device, on the host)
+        self._sent: list[Tensor] = []  # host copies, alive until they are sent
+        self._connect(device)
+
+    def _connect(self, device: torch.device) -> None:
+        """NCCL sets a group up at its first operation, in which every rank must take part."""
+        if not self._gloo and self._group not in _connected:
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            _connected.add(self._group)
+
+    def post(self, messages: Sequence[Message]) -> None:
+        """Start all messages, receives first."""
+        operations = [
+            dist.P2POp(
+                dist.irecv if message.receive else dist.isend,
+                self._stage(message) if self._staged else message.tensor,
+                group=self._group,
+                group_peer=message.peer,
+            )
+            for message in sorted(messages, key=lambda message: not message.receive)
+            if message.tensor.numel()
+        ]
+        if operations:
+            self._requests = dist.batch_isend_irecv(operations)
+
+    def _stage(self, message: Message) -> Tensor:
+        tensor = message.tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        if message.receive:
+            self._arrivals.append((tensor, host))
+        else:
+            self._sent.append(host.copy_(tensor))
+        return host
+
+    def wait(self) -> None:
+        """Make the current stream (with gloo: the host) wait for what was posted."""
+        for request in self._requests:
+            request.wait()
+        for tensor, host in self._arrivals:
+            tensor.copy_(host)  # from pinned memory; returns when the copy is done
+        self._requests, self._arrivals, self._sent = [], [], []

@@ -1,0 +1,99 @@
+"""The communicators that other projects import from `ring_flash_attn.utils`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["AllGatherComm", "RingComm"]
+
+# torch 2.13 renamed it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class RingComm:
+    """Passes tensors to the next rank of a ring and receives the previous rank's.
+
+    Attributes:
+        rank: this rank in the group.
+        world_size: size of the group.
+        send_rank: global rank of the next one.
+        recv_rank: global rank of the previous one.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        following, previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        group = dist.group.WORLD if process_group is None else process_group
+        assert group is not None  # get_rank has raised where nothing is initialised
+        self.send_rank = dist.get_global_rank(group, following)
+        self.recv_rank = dist.get_global_rank(group, previous)
+        self._process_group = process_group
+        self._ops: list[dist.P2POp] = []
+        self._reqs: list[dist.Work] | None = None
+
+    def send_recv(self, to_send: Tensor, recv_tensor: Tensor | None = None) -> Tensor:
+        """Queue one exchange, to start with `commit`.
+
+        Args:
+            to_send: what the next rank gets; it must not change until `wait`.
+            recv_tensor: where to receive; None for a new tensor like `to_send`.
+
+        Returns:
+            The tensor received into, valid after `wait`.
+        """
+        received = torch.empty_like(to_send) if recv_tensor is None else recv_tensor
+        group = self._process_group
+        self._ops += [
+            dist.P2POp(dist.isend, to_send, self.send_rank, group=group),
+            dist.P2POp(dist.irecv, received, self.recv_rank, group=group),
+        ]
+        return received
+
+    def commit(self) -> None:
+        """Start the queued exchanges."""
+        if self._reqs is not None:
+            raise RuntimeError("commit() before the wait() for the last one")
+        self._reqs = dist.batch_isend_irecv(self._ops)
+
+    def wait(self) -> None:
+        """Wait for the exchanges that `commit` started."""
+        if self._reqs is None:
+            raise RuntimeError("wait() without a commit()")
+        for request in self._reqs:
+            request.wait()
+        self._ops, self._reqs = [], None
+
+    def send_recv_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_buffer: Tensor | None = None,
+        v_buffer: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Queue keys and values and start both; they are valid after `wait`."""
+        received = self.send_recv(k, k_buffer), self.send_recv(v, v_buffer)
+        self.commit()
+        return received
+
+
+class AllGatherComm:
+    """Starts all-gathers that `wait` then waits for."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.handles: list[dist.Work] = []
+
+    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
+        """Start to gather `input_tensor` of every rank, in rank order, into `output_tensor`."""
+        handle = _all_gather(output_tensor, input_tensor, group=self.group, async_op=True)
+        if handle is not None:
+            self.handles.append(handle)
+
+    def wait(self) -> None:
+        """Wait for every all-gather started so far."""
+        for handle in self.handles:
+            handle.wait()
+        self.handles = []

@@ -1,0 +1,222 @@
+"""The kernel protocol, and the registry that says which kernel can do a call and why not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..tiles import Mask, Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Everything about a call that is the same in all of its steps.
+
+    Attributes:
+        device, dtype: of q, k and v.
+        nheads, nheads_k: query and KV heads; nheads is a multiple of nheads_k.
+        headdim, headdim_v: of q and k, and of v.
+        softmax_scale: factor on the scores.
+        mask: which keys a query sees (tiles have it worked in; here for `why_not`).
+        softcap: scores become softcap · tanh(score / softcap); 0 means off.
+        alibi_slopes: (nheads,) or (batch, nheads), fp32; −slope · |query − key position| is added.
+        dropout_p: probability that an entry of the softmax is dropped.
+        seed: () int64 on `device`, the key of dropout's draws; None without dropout.
+        sink: whether the state a tile marked `first` finds holds an attention sink.
+        deterministic: the same input must give the same bits, gradients too.
+        head_start: number of the first query head here, among all query heads of the call.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    nheads: int
+    nheads_k: int
+    headdim: int
+    headdim_v: int
+    softmax_scale: float
+    mask: Mask
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    sink: bool = False
+    deterministic: bool = False
+    head_start: int = 0
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Precision of state and gradient accumulators: fp32, for fp64 inputs fp64."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    def of_heads(self, first: int, last: int) -> Call:
+        """The part of the call that concerns KV heads first … last."""
+        if (first, last) == (0, self.nheads_k):
+            return self
+        group = self.nheads // self.nheads_k
+        low, high = first * group, last * group
+        return replace(
+            self,
+            nheads=high - low,
+            nheads_k=last - first,
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[..., low:high],
+            head_start=self.head_start + low,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the forward pass carries from step to step, for all rows of a query shard.
+
+    Attributes:
+        out: (batch, seqlen_q, nheads, headdim_v), normalised so far; fp32 or fp64.
+        lse: (batch, nheads, seqlen_q), natural logarithm; −inf where no key was seen. fp32 or fp64.
+        result: like `out` in the user's dtype: rows of tiles marked `last` must be written here
+            too. None where the output is not final here.
+    """
+
+    out: Tensor
+    lse: Tensor
+    result: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the backward pass knows of the forward pass, for all rows of a query shard.
+
+    Attributes:
+        lse: (batch, nheads, seqlen_q) of the whole softmax, over all steps.
+        delta: (batch, nheads, seqlen_q), sum of dout · out, less the gradient of lse.
+    """
+
+    lse: Tensor
+    delta: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Grads:
+    """Accumulators, shaped like q, k and v, fp32 or fp64; kernels add to them."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Kernel(Protocol):
+    """One implementation of a step.
+
+    Tensors are (batch, seqlen, nheads, headdim) with any strides; tiles name rows of them. A row
+    that no tile touches is left as it is. Never a NaN for a row that sees no key.
+    """
+
+    name: str
+
+    def why_not(self, call: Call) -> list[str]:
+        """Every reason why it cannot do this call; empty if it can."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
+    ) -> None:
+        """Advance `state` by the keys of `tiles`."""
+        ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Sequence[Tile],
+        saved: Saved,
+        grads: Grads,
+        call: Call,
+    ) -> None:
+        """Add the gradients that `tiles` contribute to `grads`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A kernel by name: `module` defines it as `KERNEL`; `hint` says how to get it."""
+
+    module: str
+    hint: str
+
+
+# In the order in which `auto` tries them.
+_ENTRIES: dict[str, Entry] = {
+    name: Entry(f"{__package__}.{name}", hint)
+    for name, hint in {
+        "native": "this version does not contain it yet; it will use torch's own FlashAttention-2 "
+        "and cuDNN, and flash-attn 2, 3 and 4 where installed",
+        "cute": "this version does not contain it yet; it will need nvidia-cutlass-dsl",
+        "triton": "this version does not contain it yet; it will need triton, which comes with "
+        "torch on NVIDIA and AMD GPUs",
+        "reference": "comes with torch",
+    }.items()
+}
+
+AUTO = "auto"
+
+
+def register_kernel(name: str, module: str, hint: str = "") -> None:
+    """Make the object `KERNEL` of `module` available as `name`; `auto` tries it first."""
+    entries = {name: Entry(module, hint), **{n: e for n, e in _ENTRIES.items() if n != name}}
+    _ENTRIES.clear()
+    _ENTRIES.update(entries)
+    load_kernel.cache_clear()
+
+
+def kernel_names() -> tuple[str, ...]:
+    """All kernels, in the order in which `auto` tries them."""
+    return tuple(_ENTRIES)
+
+
+def check_kernel(name: str) -> None:
+    """ValueError that lists the choices if there is no kernel `name`."""
+    if name != AUTO and name not in _ENTRIES:
+        raise ValueError(f"unknown kernel {name!r}; choose one of {AUTO}, {', '.join(_ENTRIES)}")
+
+
+@cache
+def load_kernel(name: str) -> Kernel | str:
+    """The kernel, or why it is not there."""
+    entry = _ENTRIES[name]
+    try:
+        kernel: Kernel = importlib.import_module(entry.module).KERNEL
+    except ModuleNotFoundError as missing:
+        return f"{missing.name} is not installed: {entry.hint}"
+    return kernel
+
+
+def why_not(name: str, call: Call) -> list[str]:
+    """Every reason why the kernel `name` cannot do this call here; empty if it can."""
+    kernel = load_kernel(name)
+    return [kernel] if isinstance(kernel, str) else kernel.why_not(call)
+
+
+def choose_kernel(name: str, call: Call) -> Kernel:
+    """The kernel `name`, or for `auto` the first that can do the call.
+
+    Raises:
+        ValueError: there is no such kernel.
+        NotImplementedError: it cannot do the call; the message has every reason of every kernel
+            that was asked for. An explicit choice never falls back.
+    """
+    check_kernel(name)
+    reasons = {}
+    for candidate in kernel_names() if name == AUTO else (name,):
+        kernel = load_kernel(candidate)
+        reasons[candidate] = [kernel] if isinstance(kernel, str) else kernel.why_not(call)
+        if not reasons[candidate]:
+            assert not isinstance(kernel, str)
+            return kernel
+    lines = [f"{each}: {reason}" for each, why in reasons.items() for reason in why]
+    raise NotImplementedError(f"kernel {name!r} cannot do this call:\n  " + "\n  ".join(lines))

@@ -1,0 +1,195 @@
+"""Layouts: which rank holds which tokens, as plain data.
+
+A layout is one function, `split(length, rank, world_size)`, that returns the tokens of a rank as a
+list of ranges. Everything else (documents, spans, shards, positions) follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+Split = Callable[[int, int, int], list[range]]
+
+FLAT_PREFIX = "flat_"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Local rows `start … start+length` hold the tokens `position + stride·i` of one document.
+
+    Attributes:
+        start: first local row.
+        length: number of rows, at least 1.
+        position: position of the first token in its document. Queries of a document with more keys
+            than queries (or fewer) count from the end: query i has position i + seqlen_k − seqlen_q,
+            which may be negative.
+        stride: distance between the positions of neighbouring rows.
+        document: number of the document in the packed stream.
+        index: place of the first token in the whole packed stream (neighbours are `stride` apart);
+            the key of dropout's random draws.
+    """
+
+    start: int
+    length: int
+    position: int
+    stride: int
+    document: int
+    index: int
+
+    def moved(self, rows: int) -> Span:
+        """The same tokens, `rows` further down in a longer buffer."""
+        return replace(self, start=self.start + rows) if rows else self
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way to spread tokens over ranks.
+
+    Attributes:
+        name: what users write.
+        split: tokens of a rank, as ranges over one sequence.
+        flat: split the whole packed stream as one sequence, instead of every document by itself.
+    """
+
+    name: str
+    split: Split
+    flat: bool = False
+
+
+_LAYOUTS: dict[str, Layout] = {}
+
+
+def register_layout(name: str) -> Callable[[Split], Split]:
+    """Make `split` available as `name` (per document) and `flat_name` (over the whole stream)."""
+
+    def register(split: Split) -> Split:
+        _LAYOUTS[name] = Layout(name, split)
+        _LAYOUTS[FLAT_PREFIX + name] = Layout(FLAT_PREFIX + name, split, flat=True)
+        return split
+
+    return register
+
+
+def layout_names() -> tuple[str, ...]:
+    """All layouts, in order of registration."""
+    return tuple(_LAYOUTS)
+
+
+def get_layout(name: str) -> Layout:
+    """The layout called `name`; ValueError that lists the choices otherwise."""
+    if name not in _LAYOUTS:
+        raise ValueError(f"unknown layout {name!r}; choose one of {', '.join(_LAYOUTS)}")
+    return _LAYOUTS[name]
+
+
+def _chunk(length: int, part: int, parts: int) -> range:
+    """Part `part` of `parts` nearly equal parts of `length` tokens (sizes differ by at most 1)."""
+    return range(part * length // parts, (part + 1) * length // parts)
+
+
+@register_layout("contiguous")
+def contiguous(length: int, rank: int, world_size: int) -> list[range]:
+    """Rank r holds the r-th part. Simple, but under a causal mask the last rank works most."""
+    return [_chunk(length, rank, world_size)]
+
+
+@register_layout("zigzag")
+def zigzag(length: int, rank: int, world_size: int) -> list[range]:
+    """Rank r holds parts r and 2W−1−r of 2W: an early and a late one, so causal work is even."""
+    return [_chunk(length, part, 2 * world_size) for part in (rank, 2 * world_size - 1 - rank)]
+
+
+@register_layout("stripe")
+def stripe(length: int, rank: int, world_size: int) -> list[range]:
+    """Rank r holds every W-th token from r on: causal work is even in every single step."""
+    return [range(rank, length, world_size)]
+
+
+def spans(
+    layout: Layout,
+    lengths: Sequence[int],
+    rank: int,
+    world_size: int,
+    shifts: Sequence[int] | None = None,
+) -> tuple[Span, ...]:
+    """What `rank` holds of packed documents, in the order of its local rows.
+
+    Args:
+        layout: how tokens are spread.
+        lengths: tokens of each document; any number, zeros too.
+        rank: whose shard.
+        world_size: number of ranks.
+        shifts: added to the positions of each document (seqlen_k − seqlen_q for queries).
+    """
+    starts = [0, *accumulate(lengths)]
+    found: list[Span] = []
+    row = 0
+
+    def take(tokens: range, document: int) -> None:
+        nonlocal row
+        if not tokens:
+            return
+        position = tokens.start - starts[document] + (shifts[document] if shifts else 0)
+        found.append(Span(row, len(tokens), position, tokens.step, document, tokens.start))
+        row += len(tokens)
+
+    if layout.flat:
+        for tokens in layout.split(starts[-1], rank, world_size):
+            for document in range(len(lengths)):
+                take(_between(tokens, starts[document], starts[document + 1]), document)
+    else:
+        for document, length in enumerate(lengths):
+            for piece in layout.split(length, rank, world_size):
+                offset = starts[document]
+                take(range(piece.start + offset, piece.stop + offset, piece.step), document)
+    return tuple(found)
+
+
+def _between(tokens: range, low: int, high: int) -> range:
+    """The part of `tokens` in low … high."""
+    first = max(0, -((tokens.start - low) // tokens.step))
+    last = max(0, -((tokens.start - high) // tokens.step))
+    return tokens[first:last]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Who holds what of one packed stream (a batch of equal sequences is a stream of one document).
+
+    Attributes:
+        layout: how tokens are spread.
+        lengths: tokens of each document.
+        world_size: number of ranks.
+    """
+
+    layout: Layout
+    lengths: tuple[int, ...]
+    world_size: int
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """What `rank` holds."""
+        return _cached_spans(self, rank)
+
+    def size(self, rank: int) -> int:
+        """Number of tokens of `rank`."""
+        return sum(span.length for span in self.spans(rank))
+
+    def tokens(self, rank: int) -> list[int]:
+        """Places in the stream of the rank's tokens, in local order."""
+        return [i for s in self.spans(rank) for i in _progression(s.index, s)]
+
+    def positions(self, rank: int) -> list[int]:
+        """Positions in their documents of the rank's tokens, in local order."""
+        return [i for s in self.spans(rank) for i in _progression(s.position, s)]
+
+
+def _progression(first: int, span: Span) -> range:
+    return range(first, first + span.stride * span.length, span.stride)
+
+
+@lru_cache(maxsize=4096)
+def _cached_spans(sharding: Sharding, rank: int) -> tuple[Span, ...]:
+    return spans(sharding.layout, sharding.lengths, rank, sharding.world_size)

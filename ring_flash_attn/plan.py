@@ -1,0 +1,255 @@
+"""Plans: what one rank computes, sends and receives, step by step, as plain data.
+
+A route (one file in `routes/`) turns a `Problem` into the steps of a rank; `make_plan` adds what all
+routes share. Nothing here knows torch: plans can be proved, priced, drawn, and run by virtual ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import lru_cache
+from itertools import accumulate
+
+from .layout import Layout, Sharding, Span, spans
+from .tiles import Mask, Tile, make_tile, make_tiles
+
+Heads = tuple[int, int]  # first and one past the last KV head
+
+
+class Side(IntEnum):
+    """Which shard of a rank: its queries (with all that belongs to them) or its keys and values."""
+
+    QUERY = 0
+    KEY = 1
+
+
+class Payload(IntEnum):
+    """What of a shard travels: what kernels read, or what they have accumulated so far."""
+
+    INPUT = 0
+    RESULT = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Transfer:
+    """One message: the payload of `owner`'s shard goes from rank `source` to rank `target`.
+
+    An INPUT is there for the work of later steps. A RESULT is what the ranks before have summed up;
+    the target adds its own part of the same step to it. `source == target` is a copy in place.
+    The order of transfers is the order of messages between a pair of ranks.
+    """
+
+    payload: Payload
+    side: Side
+    owner: int
+    heads: Heads
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One kernel launch: query shards against key shards, each side as if concatenated.
+
+    Attributes:
+        queries: owners of the query shards.
+        keys: owners of the key shards.
+        heads: the KV heads (and the query heads that share them).
+        tiles: what to compute; `start` counts rows of the concatenated shards.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    heads: Heads
+    tiles: tuple[Tile, ...]
+
+    def owners(self, side: Side) -> tuple[int, ...]:
+        """Owners of the shards of one side."""
+        return self.queries if side is Side.QUERY else self.keys
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Transfers are posted, then the work is done while they are under way, then they are awaited."""
+
+    transfers: tuple[Transfer, ...] = ()
+    work: tuple[Work, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All steps of one rank, forward or backward; every rank of a plan has as many.
+
+    Attributes:
+        rank: whose plan.
+        steps: what happens, in order.
+        complete: launches with `last` tiles cover every query of the rank, so that kernels leave
+            the whole output final; otherwise it is made from the state at the end.
+    """
+
+    rank: int
+    steps: tuple[Step, ...]
+    complete: bool
+
+    @property
+    def pairs(self) -> int:
+        """Allowed (query, key) pairs that this rank computes, summed over KV heads."""
+        return sum(
+            tile.pairs * (work.heads[1] - work.heads[0])
+            for step in self.steps
+            for work in step.work
+            for tile in work.tiles
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is to be computed over all ranks: documents, layout, mask, heads.
+
+    Attributes:
+        layout: how tokens are spread, queries and keys alike.
+        lengths_q: queries of each document, over all ranks.
+        lengths_k: keys of each document, over all ranks.
+        world_size: number of ranks.
+        mask: which keys a query sees.
+        nheads_k: number of KV heads.
+        heads_k_stride: KV heads that travel together where a route goes by head groups.
+    """
+
+    layout: Layout
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    world_size: int
+    mask: Mask
+    nheads_k: int = 1
+    heads_k_stride: int = 1
+
+    def spans(self, side: Side, rank: int) -> tuple[Span, ...]:
+        """What `rank` holds of one side."""
+        return _spans(self, side, rank)
+
+    def size(self, side: Side, rank: int) -> int:
+        """Number of tokens that `rank` holds of one side."""
+        return sum(span.length for span in self.spans(side, rank))
+
+    def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
+        """What the mask leaves of one rank's queries against another's keys."""
+        return make_tiles(
+            self.spans(Side.QUERY, query_rank), self.spans(Side.KEY, key_rank), self.mask
+        )
+
+    def needed(self, query_rank: int, key_rank: int) -> bool:
+        """Whether the mask leaves anything of these queries against these keys."""
+        return _needed(self, query_rank, key_rank)
+
+    @property
+    def all_heads(self) -> Heads:
+        """Every KV head."""
+        return (0, self.nheads_k)
+
+
+@lru_cache(maxsize=4096)
+def _spans(problem: Problem, side: Side, rank: int) -> tuple[Span, ...]:
+    if side is Side.KEY:
+        return Sharding(problem.layout, problem.lengths_k, problem.world_size).spans(rank)
+    shifts = [k - q for q, k in zip(problem.lengths_q, problem.lengths_k, strict=True)]
+    return spans(problem.layout, problem.lengths_q, rank, problem.world_size, shifts)
+
+
+@lru_cache(maxsize=1 << 16)
+def _needed(problem: Problem, query_rank: int, key_rank: int) -> bool:
+    keys: dict[int, list[Span]] = {}
+    for key in problem.spans(Side.KEY, key_rank):
+        keys.setdefault(key.document, []).append(key)
+    return any(
+        make_tile(query, key, problem.mask) is not None
+        for query in problem.spans(Side.QUERY, query_rank)
+        for key in keys.get(query.document, ())
+    )
+
+
+Route = Callable[[Problem, int, bool], list[Step]]
+
+_ROUTES: dict[str, Route] = {}
+
+
+def register_route(name: str) -> Callable[[Route], Route]:
+    """Make `route(problem, rank, backward)` available as `name`."""
+
+    def register(route: Route) -> Route:
+        _ROUTES[name] = route
+        return route
+
+    return register
+
+
+def route_names() -> tuple[str, ...]:
+    """All routes, in order of registration."""
+    return tuple(_ROUTES)
+
+
+def check_route(name: str) -> None:
+    """ValueError that lists the choices if there is no route `name`."""
+    if name not in _ROUTES:
+        raise ValueError(f"unknown route {name!r}; choose one of {', '.join(_ROUTES)}")
+
+
+@lru_cache(maxsize=1024)
+def make_plan(route: str, problem: Problem, rank: int, backward: bool = False) -> Plan:
+    """The plan of `rank` for a problem on a route."""
+    check_route(route)
+    steps = _ROUTES[route](problem, rank, backward)
+    in_order = [Step(tuple(sorted(step.transfers)), step.work) for step in steps]
+    return _marked(rank, in_order, problem.size(Side.QUERY, rank), problem.nheads_k)
+
+
+def make_work(
+    problem: Problem, query_rank: int, key_ranks: Sequence[int], heads: Heads
+) -> tuple[Work, ...]:
+    """The launch of one rank's queries against the keys of several; nothing if the mask is empty."""
+    offsets = [0, *accumulate(problem.size(Side.KEY, rank) for rank in key_ranks)]
+    tiles = tuple(
+        replace(tile, key=tile.key.moved(offset))
+        for rank, offset in zip(key_ranks, offsets, strict=False)
+        for tile in problem.tiles(query_rank, rank)
+    )
+    return (Work((query_rank,), tuple(key_ranks), heads, tiles),) if tiles else ()
+
+
+def _marked(rank: int, steps: Iterable[Step], size: int, nheads_k: int) -> Plan:
+    """A plan whose tiles know the first and the last launch of their queries."""
+    steps = tuple(steps)
+    launches = [work for step in steps for work in step.work]
+    first: dict[tuple[tuple[int, ...], Heads, int], int] = {}
+    last: dict[tuple[tuple[int, ...], Heads, int], int] = {}
+    rows: dict[tuple[tuple[int, ...], Heads, int], int] = {}
+    for number, work in enumerate(launches):
+        for tile in work.tiles:
+            key = (work.queries, work.heads, tile.query.start)
+            first.setdefault(key, number)
+            last[key] = number
+            rows[key] = tile.query.length
+    merged = any(  # somebody else's part of our queries still comes: no launch of ours is the last
+        transfer.payload is Payload.RESULT and transfer.side is Side.QUERY
+        for step in steps
+        for transfer in step.transfers
+    )
+    numbers = iter(range(len(launches)))
+
+    def mark(work: Work) -> Work:
+        number = next(numbers)
+        tiles = tuple(
+            replace(
+                tile,
+                first=first[work.queries, work.heads, tile.query.start] == number,
+                last=not merged and last[work.queries, work.heads, tile.query.start] == number,
+            )
+            for tile in work.tiles
+        )
+        return replace(work, tiles=tiles)
+
+    marked = tuple(Step(step.transfers, tuple(map(mark, step.work))) for step in steps)
+    covered = sum(length * (key[1][1] - key[1][0]) for key, length in rows.items())
+    return Plan(rank, marked, complete=not merged and covered == size * nheads_k)

@@ -1,0 +1,85 @@
+"""Ring: keys and values go from neighbour to neighbour; queries stay at home.
+
+    step 0      step 1      step 2
+    Q0·K0       Q0·K2       Q0·K1        K moves on while the kernel works;
+    Q1·K1       Q1·K0       Q1·K2        backward, dK and dV follow one step
+    Q2·K2       Q2·K1       Q2·K0        behind their K, and at the end go home
+
+A shard goes only as far as somebody still needs it.
+"""
+
+from __future__ import annotations
+
+from ..plan import Payload, Problem, Side, Step, Transfer, Work, make_work, register_route
+
+
+@register_route("ring")
+def ring(problem: Problem, rank: int, backward: bool) -> list[Step]:
+    """Keys and values travel upwards through the ranks."""
+    return circulate(problem, rank, Side.KEY, direction=1, returns=backward)
+
+
+def circulate(problem: Problem, rank: int, side: Side, direction: int, returns: bool) -> list[Step]:
+    """Steps of `rank` when the shards of one side visit the ranks in turn.
+
+    Args:
+        problem: what is to be computed.
+        rank: whose steps.
+        side: the side that travels.
+        direction: 1 or −1, the neighbour that a shard visits next.
+        returns: whether what is accumulated for a shard on its way has to come home.
+    """
+    world_size = problem.world_size
+    stays = [_stays(problem, owner, side, direction) for owner in range(world_size)]
+    longest = max(last for _, last in stays)
+
+    def host(owner: int, step: int) -> int:
+        return (owner + direction * step) % world_size
+
+    def visitor(step: int) -> int:
+        return (rank - direction * step) % world_size
+
+    def transfer(payload: Payload, owner: int, source: int, target: int) -> Transfer:
+        return Transfer(payload, side, owner, problem.all_heads, source, target)
+
+    def inputs(step: int) -> list[Transfer]:
+        leaving, coming = visitor(step), visitor(step + 1)
+        moves = []
+        if step < stays[leaving][1]:
+            moves.append(transfer(Payload.INPUT, leaving, rank, host(leaving, step + 1)))
+        if step < stays[coming][1]:
+            moves.append(transfer(Payload.INPUT, coming, host(coming, step), rank))
+        return moves
+
+    def results(step: int) -> list[Transfer]:
+        moves = []
+        for owner in {visitor(step - 1), visitor(step), rank}:
+            first, last = stays[owner]
+            if not (last and first <= step - 1 <= last):
+                continue
+            source, target = host(owner, step - 1), host(owner, step) if step <= last else owner
+            if rank in (source, target):
+                moves.append(transfer(Payload.RESULT, owner, source, target))
+        return moves
+
+    def work(step: int) -> tuple[Work, ...]:
+        guest = visitor(step)
+        query_rank, key_rank = (rank, guest) if side is Side.KEY else (guest, rank)
+        return make_work(problem, query_rank, (key_rank,), problem.all_heads)
+
+    steps = []
+    for step in range(longest + 1 + (returns and longest > 0)):
+        moves = inputs(step) + (results(step) if returns else [])
+        steps.append(Step(tuple(moves), work(step) if step <= longest else ()))
+    return steps
+
+
+def _stays(problem: Problem, owner: int, side: Side, direction: int) -> tuple[int, int]:
+    """First and last step at which a shard away from home is needed; (0, 0) if it never is."""
+    away = []
+    for step in range(1, problem.world_size):
+        host = (owner + direction * step) % problem.world_size
+        query_rank, key_rank = (host, owner) if side is Side.KEY else (owner, host)
+        if problem.needed(query_rank, key_rank):
+            away.append(step)
+    return (away[0], away[-1]) if away else (0, 0)

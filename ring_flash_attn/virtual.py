@@ -1,0 +1,79 @@
+"""Ring attention in one process: the ranks are virtual, the plans and kernels are the real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import checks
+from .checks import CuSeqlens, document_lengths
+from .entry import Output, run_virtual
+from .sharding import shard, unshard
+
+
+def virtual_ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    world_size: int,
+    layout: str,
+    route: str,
+    cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+    heads_k_stride: int | None = None,
+    return_attn_probs: bool = False,
+    **options: Any,
+) -> Output:
+    """`ring_attention` on whole tensors: sharded over virtual ranks, computed, put together again.
+
+    What each rank computes, sends and receives is exactly what a real one would; only the wires are
+    missing. For tests, for learning, and for work on a single GPU. Differentiable.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), or (total_q, nheads, headdim) with cu_seqlens.
+        k: (batch, seqlen_k, nheads_k, headdim), or (total_k, nheads_k, headdim).
+        v: (batch, seqlen_k, nheads_k, headdim_v), or (total_k, nheads_k, headdim_v).
+        world_size: number of virtual ranks.
+        layout, route: as in `ring_attention`.
+        cu_seqlens: (documents + 1,) of the packed stream.
+        cu_seqlens_k: the same for the keys, where it differs.
+        heads_k_stride: KV heads that travel together, for route "all_gather".
+        return_attn_probs: return (out, lse, None).
+        options: the other arguments of `ring_attention`, except `group`.
+    """
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size must be a positive integer, not {world_size!r}")
+    packed = cu_seqlens is not None
+    checks.check_tensors(q, k, v, packed)
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens
+    lengths_q, lengths_k = (
+        (x.shape[1],) if cu is None else document_lengths(cu, q.device)
+        for x, cu in ((q, cu_seqlens), (k, cu_seqlens_k))
+    )
+    cu = (cu_seqlens, cu_seqlens_k, cu_seqlens_k)
+    shards = [
+        tuple(
+            shard(x, layout, cu_seqlens=c, rank=rank, world_size=world_size)
+            for x, c in zip((q, k, v), cu, strict=True)
+        )
+        for rank in range(world_size)
+    ]
+    results = run_virtual(
+        layout,
+        route,
+        shards,
+        lengths_q,
+        lengths_k,
+        packed,
+        heads_k_stride,
+        return_attn_probs=True,
+        **options,
+    )
+    out = unshard([result[0] for result in results], layout, cu_seqlens=cu_seqlens)
+    if not return_attn_probs:
+        return out
+    lse = unshard([result[1] for result in results], layout, cu_seqlens=cu_seqlens, dim=-1)
+    return out, lse, None

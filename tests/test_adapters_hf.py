@@ -1,0 +1,398 @@
+"""Hugging Face models on a sharded sequence give what they give on the whole one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    modeling_flash_attention_utils,
+)
+from transformers.integrations import flash_attention as hf_flash_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ring_flash_attn.adapters import hf_adapter
+
+DOCUMENTS = [5, 1, 13, 4, 9]  # 32 tokens; no boundary falls on that of a shard
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mistral with a window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)),
+    "gemma2 with a window and softcap": lambda: Gemma2ForCausalLM(
+        # a cap near the size of the scores, so that it bends them
+        Gemma2Config(**SIZES, sliding_window=4, attn_logit_softcapping=0.5)
+    ),
+    "gpt-oss with a window and sinks": lambda: GptOssForCausalLM(
+        GptOssConfig(**SIZES, sliding_window=4, num_local_experts=2, num_experts_per_tok=1)
+    ),
+}
+
+
+def build(name: str) -> Any:
+    """Make the same model on every rank, with eager attention."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "proj" in key or "sinks" in key:  # scores and sinks large enough to matter
+                parameter.normal_(std=0.3)
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Make input and position ids (1, total), loss weights (total, vocab), and cu_seqlens."""
+    torch.manual_seed(1)
+    total = sum(DOCUMENTS)
+    input_ids = torch.randint(SIZES["vocab_size"], (1, total))
+    position_ids = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
+    weights = torch.randn(total, SIZES["vocab_size"]) / total
+    cu_seqlens = torch.tensor([0, *DOCUMENTS]).cumsum(0).to(torch.int32)
+    return input_ids, position_ids, weights, cu_seqlens
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def one_document_at_a_time(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits (total, vocab) and gradients of the whole model, no document seeing another."""
+    input_ids, _, weights, _ = batch()
+    parts = input_ids.split(DOCUMENTS, dim=1)
+    logits = torch.cat([model(part, use_cache=False).logits[0] for part in parts])
+    return logits.detach(), gradients(model, (logits * weights).sum())
+
+
+def sharded(model: Any, rank: int, world_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits of this rank's tokens, and gradients summed over the ranks."""
+    input_ids, position_ids, weights, cu_seqlens = batch()
+    mine = input_ids.chunk(world_size, dim=1)[rank]
+    positions = position_ids.chunk(world_size, dim=1)[rank]
+    hf_adapter.update_ring_flash_attn_params(cu_seqlens, dist.group.WORLD)
+    logits = model(mine, position_ids=positions, use_cache=False).logits[0]
+    grads = gradients(model, (logits * weights.chunk(world_size)[rank]).sum())
+    for name in sorted(grads):
+        dist.all_reduce(grads[name])
+    return logits.detach(), grads
+
+
+def assert_near(found: Tensor, expected: Tensor, what: str) -> None:
+    error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
+    assert error < 1e-5, f"{what}: {error:.1e}"
+
+
+def check_model(rank: int, world_size: int, name: str, implementation: str) -> None:
+    model = build(name)
+    logits, grads = one_document_at_a_time(model)
+    hf_adapter.use_ring_attn(True)
+    hf_adapter.substitute_hf_flash_attn(dist.group.WORLD, heads_k_stride=1)
+    model.config._attn_implementation = implementation
+    found, found_grads = sharded(model, rank, world_size)
+    assert_near(found, logits.chunk(world_size)[rank], "logits")
+    assert found_grads.keys() == grads.keys()
+    for key, expected in grads.items():
+        assert_near(found_grads[key], expected, key)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sharded_model_equals_the_whole_one(ranks, name: str) -> None:
+    ranks(2).run(check_model, name, "ring_attention")
+
+
+def test_flash_attention_2_is_substituted_without_flash_attn(ranks) -> None:
+    ranks(4).run(check_model, "llama", "flash_attention_2")
+
+
+def check_all_ways(rank: int, world_size: int) -> None:
+    model = build("llama")
+    logits, _ = one_document_at_a_time(model)
+    hf_adapter.use_ring_attn(True)
+    hf_adapter.substitute_hf_flash_attn(dist.group.WORLD, heads_k_stride=1)
+    hf_adapter.substitute_hf_flash_attn(dist.group.WORLD, heads_k_stride=2)
+    model.set_attn_implementation("ring_attention")  # with transformers' own checks
+    found, _ = sharded(model, rank, world_size)
+    assert_near(found, logits.chunk(world_size)[rank], "set_attn_implementation")
+    config = LlamaConfig(**SIZES, attn_implementation="ring_attention")
+    again = LlamaForCausalLM(config)
+    again.load_state_dict(model.state_dict())
+    again.gradient_checkpointing_enable()
+    assert_near(sharded(again, rank, world_size)[0], found, "built with it")
+    # transformers' own interface, which hub kernels use, reaches the ring too
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = hf_flash_attention.flash_attention_forward
+    model.config._attn_implementation = "flash_attention_2"
+    assert_near(sharded(model, rank, world_size)[0], found, "transformers' interface")
+    del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+
+
+def test_every_way_to_choose_it(ranks) -> None:
+    ranks(2).run(check_all_ways)
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the adapter's and transformers' global state back as it was."""
+    forward = modeling_flash_attention_utils._flash_attention_forward
+    for module in (modeling_flash_attention_utils, hf_flash_attention):
+        monkeypatch.setattr(module, "_flash_attention_forward", forward)
+    interfaces = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", interfaces)
+    for name in ("_dispatches", "_interfaces", "DATA_PARAMS"):
+        monkeypatch.setattr(hf_adapter, name, dict(getattr(hf_adapter, name)))
+    monkeypatch.setattr(hf_adapter, "RING_ATTN_SWITCH", True)
+
+
+@pytest.fixture
+def calls(restored: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Record the calls that reach the attention function, which then returns its queries."""
+    recorded: list[dict[str, Any]] = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        recorded.append({"q": q, "k": k, "v": v, **kwargs})
+        return q
+
+    monkeypatch.setattr(hf_adapter, "llama3_flash_attn_varlen_func", record)
+    documents = torch.tensor([0, 6], dtype=torch.int32)
+    hf_adapter.DATA_PARAMS.update(
+        cu_seqlens_q=documents, cu_seqlens_k=documents, max_seqlen_q=6, max_seqlen_k=6,
+        local_k_slice=slice(0, 6),
+    )  # fmt: skip
+    return recorded
+
+
+def ring_forward(*shape: int, mask: Tensor | None = None, is_causal: bool = True, **kw: Any) -> Any:
+    """Call the substitute with queries and keys of a shape, (1, 6, 2, 8) unless told."""
+    q = torch.zeros(*(shape or (1, 6, 2, 8)))
+    k = kw.pop("key", q)
+    (forward,) = hf_adapter.create_ring_flash_attention_forward(None, heads_k_stride=2)
+    return forward(q, k, k, mask, q.shape[1], is_causal, **kw)
+
+
+def test_arguments_reach_the_attention_function(calls: list[dict[str, Any]]) -> None:
+    sink = torch.ones(2)
+    out = ring_forward(
+        dropout=0.25, softmax_scale=0.5, sliding_window=3, softcap=7.0, deterministic=True,
+        s_aux=sink, position_ids=torch.arange(6)[None], layer_idx=0, use_cache=True,
+    )  # fmt: skip
+    (call,) = calls
+    assert out.shape == (1, 6, 2, 8)
+    assert call["q"].shape == (6, 2, 8)
+    expected = {
+        "dropout_p": 0.25, "softmax_scale": 0.5, "causal": True, "window_size": (2, 0),
+        "softcap": 7.0, "deterministic": True, "heads_k_stride": 2, "group": None,
+    }  # fmt: skip
+    assert {name: call[name] for name in expected} == expected
+    assert call["sink"] is sink
+    assert {name: call[name] for name in hf_adapter.DATA_PARAMS} == hf_adapter.DATA_PARAMS
+
+
+def test_arguments_left_out(calls: list[dict[str, Any]]) -> None:
+    ring_forward(mask=torch.ones(1, 6))
+    expected = {
+        "dropout_p": 0.0, "softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0,
+        "deterministic": False, "sink": None,
+    }  # fmt: skip
+    assert {name: calls[0][name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("flag", "value", "expected"), [
+    (None, "1", True), (None, "0", False), (False, "1", False), (True, "0", True),
+])  # fmt: skip
+def test_deterministic_by_environment(
+    calls: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    flag: bool | None,
+    value: str,
+    expected: bool,
+) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", value)
+    ring_forward(deterministic=flag)
+    assert calls[0]["deterministic"] is expected
+
+
+def test_fp32_inputs_are_cast_back(calls: list[dict[str, Any]]) -> None:
+    assert ring_forward(target_dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert calls[0]["k"].dtype == torch.bfloat16
+    assert ring_forward(target_dtype=torch.float32).dtype == torch.float32
+
+
+REFUSED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "hides 2 of 6": ((), {"mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}),
+    r"shape \(1, 1, 6, 6\)": ((), {"mask": torch.zeros(1, 1, 6, 6)}),
+    "is_causal=False": ((), {"is_causal": False}),
+    "a batch of 3": ((3, 6, 2, 8), {}),
+    "against 7 keys": ((), {"key": torch.zeros(1, 7, 2, 8)}),
+    "sliding_window must be at least 1, not 0": ((), {"sliding_window": 0}),
+    r"cu_seq_lens_q=\(2,\)": ((), {"cu_seq_lens_q": torch.tensor([0, 6])}),
+    "output_attentions=True": ((), {"output_attentions": True}),
+    "position_bias": ((), {"position_bias": torch.zeros(2, 6, 6)}),
+    "head_mask": ((), {"head_mask": torch.ones(2)}),
+    "block_table": ((), {"block_table": torch.ones(2)}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_done_is_refused(calls: list[dict[str, Any]], message: str) -> None:
+    shape, arguments = REFUSED[message]
+    with pytest.raises(ValueError, match=message):
+        ring_forward(*shape, **arguments)
+    assert not calls
+
+
+def test_without_documents_the_error_says_what_to_call(calls: list[dict[str, Any]]) -> None:
+    del hf_adapter.DATA_PARAMS["local_k_slice"]
+    with pytest.raises(ValueError, match=r"local_k_slice.*update_ring_flash_attn_params"):
+        ring_forward()
+
+
+def test_a_padded_batch_is_refused_by_the_model(calls: list[dict[str, Any]]) -> None:
+    hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    model = build("llama")
+    model.config._attn_implementation = "ring_attention"
+    ids = torch.zeros(1, 6, dtype=torch.long)
+    model(ids, attention_mask=torch.ones(1, 6))
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match="hides 1 of 6"):
+        model(ids, attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]]))
+
+
+def test_chunked_attention_is_refused(calls: list[dict[str, Any]]) -> None:
+    config = types.SimpleNamespace(attention_chunk_size=4)
+    module = types.SimpleNamespace(config=config)
+    q = torch.zeros(1, 2, 6, 8)
+    with pytest.raises(ValueError, match="attention_chunk_size=4"):
+        hf_adapter.flash_attention_forward(module, q, q, q, None)
+
+
+def test_autocast_decides_the_dtype(calls: list[dict[str, Any]]) -> None:
+    hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    layer = build("llama").model.layers[0].self_attn
+    q = torch.zeros(1, 2, 6, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hf_adapter.flash_attention_forward(layer, q, q, q, None)
+    hf_adapter.flash_attention_forward(layer.half(), q, q, q, None)
+    assert [call["q"].dtype for call in calls] == [torch.bfloat16, torch.float16]
+
+
+def candidate_like(original: Callable[..., Any], mark: str) -> Callable[..., Any]:
+    def candidate(*args: Any, **kwargs: Any) -> str:
+        return mark
+
+    candidate.__signature__ = inspect.signature(original)
+    return candidate
+
+
+def test_an_assigned_factory_is_used(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As axolotl does it: assign the factory, substitute, by keywords."""
+    original = modeling_flash_attention_utils._flash_attention_forward
+    seen = []
+
+    def factory(process_group: Any, heads_k_stride: int) -> list[Callable[..., Any]]:
+        seen.append((process_group, heads_k_stride))
+        return [lambda only_one: "wrong", candidate_like(original, "right")]
+
+    monkeypatch.setattr(hf_adapter, "create_ring_flash_attention_forward", factory)
+    hf_adapter.substitute_hf_flash_attn(process_group="a group", heads_k_stride=3)
+    assert seen == [("a group", 3)]
+    assert modeling_flash_attention_utils._flash_attention_forward() == "right"
+
+
+def test_no_candidate_fits(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_flash_attention_utils._flash_attention_forward
+    monkeypatch.setattr(
+        hf_adapter, "create_ring_flash_attention_forward", lambda *_: [lambda only_one: "wrong"]
+    )
+    with pytest.raises(ValueError, match="no candidate"):
+        hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    assert modeling_flash_attention_utils._flash_attention_forward is original
+
+
+def test_substituting_twice_and_switching_off(
+    restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = modeling_flash_attention_utils._flash_attention_forward
+    original = candidate_like(installed, "original")
+    remote = types.ModuleType("transformers_modules.remote_model")
+    monkeypatch.setitem(sys.modules, remote.__name__, remote)
+    for module in (modeling_flash_attention_utils, remote):
+        monkeypatch.setattr(module, "_flash_attention_forward", original, raising=False)
+    for mark in ("first", "second"):
+        factory = functools.partial(lambda mark, *_: [candidate_like(original, mark)], mark)
+        monkeypatch.setattr(hf_adapter, "create_ring_flash_attention_forward", factory)
+        hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+        assert remote._flash_attention_forward() == mark
+    hf_adapter.use_ring_attn(False)
+    assert modeling_flash_attention_utils._flash_attention_forward() == "original"
+    assert hf_adapter.check_params(
+        modeling_flash_attention_utils._flash_attention_forward, installed
+    )
+    hf_adapter.use_ring_attn(True)
+    assert modeling_flash_attention_utils._flash_attention_forward() == "second"
+
+
+def test_switched_off_a_model_takes_the_path_it_had(calls: list[dict[str, Any]]) -> None:
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = sdpa  # stands for an installed flash_attn
+    for _ in range(2):
+        hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    model = build("llama")
+    ids = torch.arange(6)[None]
+    model.config._attn_implementation = "sdpa"
+    expected = model(ids).logits
+    model.config._attn_implementation = "flash_attention_2"
+    hf_adapter.use_ring_attn(False)
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert not calls
+    model.config._attn_implementation = "ring_attention"
+    with pytest.raises(ValueError, match="'ring_attention' has none"):
+        model(ids)
+    hf_adapter.use_ring_attn(True)
+    model(ids)
+    assert len(calls) == 2
+
+
+def test_a_projects_own_forward_under_our_interface(
+    restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As RL2 does it: only `flash_attention_forward` is ours, the function below it theirs."""
+    monkeypatch.setattr(
+        modeling_flash_attention_utils,
+        "_flash_attention_forward",
+        lambda query, key, value, mask, query_length, is_causal, **_: query * is_causal,
+    )
+    module = build("llama").model.layers[0].self_attn
+    q = torch.randn(1, 4, 6, 8)
+    out, weights = hf_adapter.flash_attention_forward(module, q, q[:, :2], q[:, :2], None)
+    torch.testing.assert_close(out, q.transpose(1, 2))
+    assert weights is None
+    off, _ = hf_adapter.flash_attention_forward(module, q, q, q, None, is_causal=False)
+    assert off.eq(0).all()
