@@ -1,4 +1,4 @@
-"""The one autograd path: every public function ends here, on one rank of a group or on virtual ranks."""
+"""The one autograd path: every public function ends here, on a rank of a group or virtual ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A call, ready to run: its ranks in this process, the kernel, and what the kernel must know."""
+    """A call, ready to run: its ranks in this process, the kernel, what the kernel must know."""
 
     ranks: tuple[Local, ...]
     kernel: Kernel
@@ -97,7 +97,7 @@ class _Attention(torch.autograd.Function):
                 dout = torch.zeros_like(outs[i]) if dout is None else dout
                 delta = _delta(dout, outs[i], dlse, job.call)
                 if dsink is not None:
-                    dsink -= ((sink.to(delta.dtype)[:, None] - lses[i]).exp() * delta).sum((0, 2))
+                    dsink -= _sink_part(sink, lses[i], delta)
                 kept = Saved(lses[i], delta)
                 walkers.append(_Backward(job, local, shards[i], dout, kept))
             walk(walkers)
@@ -117,6 +117,12 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, call: Call) -> Tensor
     products = dout.to(call.state_dtype) * out.to(call.state_dtype)
     delta = products.sum(-1).transpose(1, 2).contiguous()
     return delta if dlse is None else delta - dlse
+
+
+def _sink_part(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(nheads,): the sum over queries of (probability of the sink) · delta."""
+    score = sink.to(lse.dtype)[:, None]
+    return torch.where(score > -torch.inf, (score - lse).exp() * delta, 0.0).sum((0, 2))
 
 
 class _Forward(Walker):
@@ -153,11 +159,12 @@ class _Forward(Walker):
         result = self.state.result
         if result is not None:
             result = self.fields[Payload.RESULT, Side.QUERY][0].of_heads(result, work.heads)
-        state = State(*self.results(work, Side.QUERY), result)
+        out, lse = self.results(work, Side.QUERY)
+        state = State(out, lse, result)
         self.job.kernel.forward(q, k, v, work.tiles, state, self.job.call.of_heads(*work.heads))
 
     def combine(self, side: Side, ours: Views, theirs: Views) -> None:
-        merge(State(*ours), *theirs)
+        merge(State(ours[0], ours[1]), theirs[0], theirs[1])
 
     def clear(self, side: Side, views: Views) -> None:
         out, lse = views

@@ -1,9 +1,10 @@
-"""Checks of what users pass in: each raises a ValueError or TypeError that names the offending value."""
+"""Checks of what users pass in: each raises an error that names the offending value."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -127,11 +128,12 @@ def document_lengths(
 ) -> tuple[int, ...]:
     """Lengths of the documents that cu_seqlens delimits.
 
-    A CUDA tensor is copied to the host once; as long as the same tensor comes back unchanged, so does
-    the copy.
+    A CUDA tensor is copied to the host once; as long as the same tensor comes back unchanged, so
+    does the copy.
 
     Args:
-        cu_seqlens: (documents + 1,) int32 or int64, or a sequence of ints; 0 first, never decreasing.
+        cu_seqlens: (documents + 1,) int32 or int64, or a sequence of ints; 0 first, never
+            decreasing.
         device: where a tensor has to be.
         name: what the argument is called, for the error.
     """
@@ -173,7 +175,7 @@ def _lengths(offsets: Sequence[int], name: str) -> tuple[int, ...]:
         raise ValueError(f"{name} must have at least two entries, not {list(offsets)}")
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, not at {offsets[0]}")
-    lengths = tuple(b - a for a, b in zip(offsets, offsets[1:], strict=False))
+    lengths = tuple(b - a for a, b in pairwise(offsets))
     for i, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"{name} decreases from {offsets[i]} to {offsets[i + 1]} at {i + 1}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +165,7 @@ def run_llama3(
     gathered = range(k.shape[1] * world_size)[local_k_slice]
     if gathered.step != 1 or len(gathered) != sum(lengths_k):
         raise ValueError(
-            f"local_k_slice = {local_k_slice} takes {len(gathered)} of the {k.shape[1] * world_size} "
+            f"local_k_slice = {local_k_slice} takes {len(gathered)} of {k.shape[1] * world_size} "
             f"gathered keys in steps of {gathered.step}, but cu_seqlens_k ends at {sum(lengths_k)}"
         )
     problem = Llama3Problem(
@@ -353,12 +353,12 @@ def _run(
     v: Tensor,
     opts: Options,
     group: ProcessGroup | None,
-    same: dict[str, object],
+    same: Mapping[str, object],
     packed: bool,
 ) -> Output:
     """Run on this rank of a group; `same` is what else has to be equal on all ranks."""
     group = comm.resolve_group(group)
-    rank, world_size = comm.rank_and_size(group)
+    rank, _ = comm.rank_and_size(group)
     _check_shard(problem, rank, q, k)
     call = _call(q, k, v, opts)
     kernel = choose_kernel(opts.kernel, call)
@@ -415,7 +415,7 @@ def _local(route: str, problem: AnyProblem, rank: int, transport: Any) -> Local:
 
 
 def _signature(
-    route: str, problem: AnyProblem, call: Call, kernel: str, qkv: QKV, same: dict[str, object]
+    route: str, problem: AnyProblem, call: Call, kernel: str, qkv: QKV, same: Mapping[str, object]
 ) -> tuple[tuple[str, object], ...]:
     """What has to be equal on all ranks, hashable."""
     layout = problem.layout.name if isinstance(problem, Problem) else "llama3"

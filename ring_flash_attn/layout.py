@@ -24,8 +24,8 @@ class Span:
         start: first local row.
         length: number of rows, at least 1.
         position: position of the first token in its document. Queries of a document with more keys
-            than queries (or fewer) count from the end: query i has position i + seqlen_k − seqlen_q,
-            which may be negative.
+            than queries (or fewer) count from the end: query i has position i + seqlen_k −
+            seqlen_q, which may be negative.
         stride: distance between the positions of neighbouring rows.
         document: number of the document in the packed stream.
         index: place of the first token in the whole packed stream (neighbours are `stride` apart);

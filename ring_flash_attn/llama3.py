@@ -1,8 +1,8 @@
 """The llama3 functions' own view of packed documents: each rank knows the part that concerns it.
 
-The stream is split evenly, without regard to documents; all ranks gather all keys, and a rank is told
-by (cu_seqlens_q, cu_seqlens_k, local_k_slice) which documents its queries belong to and where their
-keys lie in the gathered stream.
+The stream is split evenly, without regard to documents; all ranks gather all keys, and a rank is
+told by (cu_seqlens_q, cu_seqlens_k, local_k_slice) which documents its queries belong to and where
+their keys lie in the gathered stream.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     total = offsets[-1]
     if total == 0 or total % world_size:
         raise ValueError(
-            f"cu_seqlens ends at {total}, which must be a positive multiple of the {world_size} ranks"
+            f"cu_seqlens ends at {total}, which must be a positive multiple of {world_size} ranks"
         )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank = {rank} is not a rank of {world_size}")

@@ -1,7 +1,8 @@
 """Plans: what one rank computes, sends and receives, step by step, as plain data.
 
-A route (one file in `routes/`) turns a `Problem` into the steps of a rank; `make_plan` adds what all
-routes share. Nothing here knows torch: plans can be proved, priced, drawn, and run by virtual ranks.
+A route (one file in `routes/`) turns a `Problem` into the steps of a rank; `make_plan` adds what
+all routes share. Nothing here knows torch: plans can be proved, priced, drawn, and run by virtual
+ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Transfers are posted, then the work is done while they are under way, then they are awaited."""
+    """Transfers are posted, the work is done while they are under way, then they are awaited."""
 
     transfers: tuple[Transfer, ...] = ()
     work: tuple[Work, ...] = ()
@@ -208,7 +209,7 @@ def make_plan(route: str, problem: Problem, rank: int, backward: bool = False) -
 def make_work(
     problem: Problem, query_rank: int, key_ranks: Sequence[int], heads: Heads
 ) -> tuple[Work, ...]:
-    """The launch of one rank's queries against the keys of several; nothing if the mask is empty."""
+    """The launch of a rank's queries against the keys of several; nothing if the mask is empty."""
     offsets = [0, *accumulate(problem.size(Side.KEY, rank) for rank in key_ranks)]
     tiles = tuple(
         replace(tile, key=tile.key.moved(offset))

@@ -1,4 +1,4 @@
-"""What users otherwise write by hand and get wrong: shard, unshard, and position ids for any layout."""
+"""What users otherwise write by hand and get wrong: shard, unshard and position ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def shard(
     Args:
         x: has all tokens along `dim`. Every rank passes the same tensor.
         layout: as in `ring_attention`.
-        cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal sequences.
+        cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
+            sequences.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
         rank, world_size: which part of how many; by default this process's in `group`.
         group: process group; the default one if None.
@@ -59,7 +60,8 @@ def unshard(
     Args:
         x: this rank's shard, to be gathered over `group`; or the list of all ranks' shards.
         layout: as in `ring_attention`.
-        cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal sequences.
+        cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
+            sequences.
         seqlen: tokens of the whole sequence without cu_seqlens; by default all shards are equal.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
         group: process group; the default one if None.
@@ -119,7 +121,8 @@ def position_ids(
 
     Args:
         layout: as in `ring_attention`.
-        cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal sequences.
+        cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
+            sequences.
         seqlen: tokens of the whole sequence; needed without cu_seqlens.
         rank, world_size: which part of how many; by default this process's in `group`.
         group: process group; the default one if None.

@@ -1,7 +1,7 @@
-"""The real signatures: one function for each list of arguments; `api.py` makes all public ones of them.
+"""The real signatures: one function for each list of arguments; `generate.py` makes the others.
 
-The first two arguments, `layout` and `route`, are what the public name says. In docstrings, {tensors}
-stands for the description of q, k and v in the form at hand.
+The first two arguments, `layout` and `route`, are what the public name says. In docstrings,
+{tensors} stands for the description of q, k and v in the form at hand.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ def llama3(
 ) -> Output:
     """{summary}
 
-    `llama3_flash_attn_prepare_cu_seqlens` makes the arguments from cu_seqlens_q to max_seqlen_k, and
-    local_k_slice; they differ between ranks. {note}
+    `llama3_flash_attn_prepare_cu_seqlens` makes the arguments from cu_seqlens_q to max_seqlen_k,
+    and local_k_slice; they differ between ranks. {note}
 
     Args:
         {tensors}
@@ -425,9 +425,9 @@ def anything(
 ) -> Output:
     """{summary}
 
-    A batch of sequences of one length, or with cu_seqlens packed documents; any length, and shards may
-    differ in size (see `shard`). Queries and keys may differ in number: query i of a document then
-    has position i + keys - queries. {note}
+    A batch of sequences of one length, or with cu_seqlens packed documents; any length, and shards
+    may differ in size (see `shard`). Queries and keys may differ in number: query i of a document
+    then has position i + keys - queries. {note}
 
     Args:
         q: queries of this rank, (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim).

@@ -1,4 +1,4 @@
-"""Tiles: the pairs of a query span and a key span that a mask leaves something of, as plain data."""
+"""Tiles: pairs of a query span and a key span that the mask leaves something of, as plain data."""
 
 from __future__ import annotations
 

@@ -53,14 +53,13 @@ def virtual_ring_attention(
         (x.shape[1],) if cu is None else document_lengths(cu, q.device)
         for x, cu in ((q, cu_seqlens), (k, cu_seqlens_k))
     )
-    cu = (cu_seqlens, cu_seqlens_k, cu_seqlens_k)
-    shards = [
-        tuple(
-            shard(x, layout, cu_seqlens=c, rank=rank, world_size=world_size)
-            for x, c in zip((q, k, v), cu, strict=True)
-        )
-        for rank in range(world_size)
-    ]
+    shards = []
+    for rank in range(world_size):
+        parts = [
+            shard(x, layout, cu_seqlens=cu, rank=rank, world_size=world_size)
+            for x, cu in ((q, cu_seqlens), (k, cu_seqlens_k), (v, cu_seqlens_k))
+        ]
+        shards.append((parts[0], parts[1], parts[2]))
     results = run_virtual(
         layout,
         route,

@@ -1,7 +1,8 @@
-"""Walking a plan: buffers and messages of one rank, step by step; forward and backward fill in the work.
+"""Walking a plan: the buffers and messages of one rank, step by step.
 
 Every buffer that travels is stored rows first, (seqlen, batch, nheads, …), so that the shard of one
-rank is a contiguous part of a buffer that holds several; kernels see it as (batch, seqlen, nheads, …).
+rank is a contiguous part of a buffer that holds several; kernels see it as (batch, seqlen, nheads,
+…).
 """
 
 from __future__ import annotations
@@ -182,7 +183,8 @@ class Walker:
         """What we send: our own shard, or one that is passing through."""
         if transfer.payload is Payload.RESULT or transfer.owner != self.rank:
             return self._part(transfer)
-        fields, home = (x[transfer.payload, transfer.side] for x in (self.fields, self.home))
+        fields = self.fields[transfer.payload, transfer.side]
+        home = self.home[transfer.payload, transfer.side]
         return tuple(
             f.rows_first(f.of_heads(t, transfer.heads)) for f, t in zip(fields, home, strict=True)
         )

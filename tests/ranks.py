@@ -1,7 +1,7 @@
 """A pool of worker processes that form a gloo group, kept for the whole test run.
 
-`Ranks(4).run(body, *args)` calls `body(rank, world_size, *args)` in every process and returns the list of
-results. Bodies are top-level functions; results are pickled (tensors as they are).
+`Ranks(4).run(body, *args)` calls `body(rank, world_size, *args)` in every process and returns the
+list of results. Bodies are top-level functions; results are pickled (tensors as they are).
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_a_sharded_model_equals_the_whole_one(ranks, name: str) -> None:
 
 
 def test_flash_attention_2_is_substituted_without_flash_attn(ranks) -> None:
-    ranks(4).run(check_model, "llama", "flash_attention_2")
+    ranks(2).run(check_model, "llama", "flash_attention_2")
 
 
 def check_all_ways(rank: int, world_size: int) -> None:

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..api import llama3_flash_attn_varlen_func
-from ..llama3 import llama3_flash_attn_prepare_cu_seqlens
 from ..comm import rank_and_size
+from ..llama3 import llama3_flash_attn_prepare_cu_seqlens
+from . import hf_arguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,21 +43,6 @@ RING_ATTN_SWITCH = True
 """Whether substituted calls take the ring; set it with `use_ring_attn`."""
 
 _DOCUMENT_KEYS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
-
-# Keywords of transformers' attention calls that would change the result.
-_UNSUPPORTED = {
-    "block_indices": "sparse attention is not supported",
-    "block_table": "a paged cache is not supported",
-    "cache": "a paged cache is not supported",
-    "cu_seq_lens_k": "the documents are what update_ring_flash_attn_params was told",
-    "cu_seq_lens_q": "the documents are what update_ring_flash_attn_params was told",
-    "head_mask": "head masks are not supported",
-    "indices": "sparse attention is not supported",
-    "k_cache": "a paged cache is not supported",
-    "output_attentions": "attention weights are never formed",
-    "position_bias": "additive biases are not supported",
-    "v_cache": "a paged cache is not supported",
-}
 
 # What transformers called before the substitution: its forward, by the one in its place (one entry,
 # or none), and its attention functions, by attn_implementation.
@@ -127,19 +112,21 @@ def create_ring_flash_attention_forward(
         # Without effect here: position_ids (the rotary embedding has used them, and documents come
         # from DATA_PARAMS), use_top_left_mask (a repair for flash-attn < 2.1), and the keywords of
         # the model's own forward, all of which transformers hands down to every attention call.
-        _check_shapes(query_states, key_states, query_length)
-        _check_mask(attention_mask, is_causal)
-        _check_keywords(kwargs)
-        qkv = (query_states, key_states, value_states)
+        hf_arguments.check_shapes(query_states, key_states, query_length)
+        hf_arguments.check_mask(attention_mask, is_causal)
+        hf_arguments.check_keywords(kwargs)
+        dtype = kwargs.get("target_dtype")
         out = llama3_flash_attn_varlen_func(
-            *(_cast(x, kwargs.get("target_dtype")).squeeze(0) for x in qkv),
+            hf_arguments.cast(query_states, dtype).squeeze(0),
+            hf_arguments.cast(key_states, dtype).squeeze(0),
+            hf_arguments.cast(value_states, dtype).squeeze(0),
             **_documents(),
             heads_k_stride=heads_k_stride,
             dropout_p=dropout,
             softmax_scale=softmax_scale,
             causal=True,
-            window_size=_window_size(sliding_window),
-            deterministic=_deterministic(deterministic),
+            window_size=hf_arguments.window_size(sliding_window),
+            deterministic=hf_arguments.deterministic(deterministic),
             group=process_group,
             softcap=softcap or 0.0,
             sink=kwargs.get("s_aux"),
@@ -170,7 +157,7 @@ def flash_attention_forward(
         module: the attention layer, with `config` and `is_causal`.
         query: (1, nheads, seqlen, headdim).
         key: (1, nheads_k, seqlen, headdim).
-        value: (1, nheads_k, seqlen, headdim).
+        value: (1, nheads_k, seqlen, headdim_v).
         attention_mask: None, or (1, seqlen) without a zero.
         dropout: probability of dropping an attention weight.
         scaling: of the scores; None for 1/√headdim.
@@ -179,19 +166,18 @@ def flash_attention_forward(
         **kwargs: `is_causal`, `s_aux` (attention sinks, (nheads,)), and the model's own keywords.
 
     Returns:
-        (1, seqlen, nheads, headdim), and None where others return weights.
+        (1, seqlen, nheads, headdim_v), and None where others return weights.
     """
-    options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     if not RING_ATTN_SWITCH and _interfaces:
+        kwargs.update(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
         own = _own_interface(module)
-        result: tuple[Tensor, None] = own(
-            module, query, key, value, attention_mask, dropout=dropout, **options, **kwargs
-        )
-        return result
-    _check_chunks(module)
+        out, _ = own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+        return out, None
+    hf_arguments.check_chunks(module)
     is_causal = kwargs.pop("is_causal", None)
-    target_dtype = _target_dtype(module, query)
-    query, key, value = (_cast(x, target_dtype).transpose(1, 2) for x in (query, key, value))
+    target_dtype = hf_arguments.target_dtype(module, query)
+    qkv = (hf_arguments.cast(x, target_dtype) for x in (query, key, value))
+    query, key, value = (x.transpose(1, 2) for x in qkv)  # (1, seqlen, nheads, headdim)
     out = _flash_utils()._flash_attention_forward(
         query,
         key,
@@ -302,29 +288,6 @@ def _own_interface(module: Any) -> Callable[..., Any]:
     return _interfaces[name]
 
 
-def _target_dtype(module: Any, query: Tensor) -> torch.dtype | None:
-    """Find the dtype that a layer computes in whose inputs something has cast to fp32 (PEFT)."""
-    if query.dtype != torch.float32:
-        return None
-    if torch.is_autocast_enabled(query.device.type):
-        return torch.get_autocast_dtype(query.device.type)
-    config = module.config
-    if hasattr(config, "_pre_quantization_dtype"):  # transformers 4, quantised
-        return _dtype(config._pre_quantization_dtype)
-    if hasattr(config, "_is_quantized"):  # transformers 5, quantised
-        return _dtype(config.dtype)
-    linear = (layer for layer in module.modules() if isinstance(layer, torch.nn.Linear))
-    return next((layer.weight.dtype for layer in linear), None)
-
-
-def _dtype(value: Any) -> torch.dtype | None:
-    return value if isinstance(value, torch.dtype) else None
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None or tensor.dtype != torch.float32 else tensor.to(dtype)
-
-
 def _documents() -> dict[str, Any]:
     missing = [key for key in _DOCUMENT_KEYS if key not in DATA_PARAMS]
     if missing:
@@ -333,64 +296,3 @@ def _documents() -> dict[str, Any]:
             "process_group) before the model's forward pass"
         )
     return {key: DATA_PARAMS[key] for key in _DOCUMENT_KEYS}
-
-
-def _window_size(sliding_window: int | None) -> tuple[int, int]:
-    """Translate transformers' window, which counts the query's own key, to flash-attn's."""
-    if sliding_window is None:
-        return (-1, -1)
-    if sliding_window < 1:
-        raise ValueError(f"sliding_window must be at least 1, not {sliding_window}")
-    return (sliding_window - 1, 0)
-
-
-def _deterministic(flag: bool | None) -> bool:
-    if flag is None:
-        return os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
-    return flag
-
-
-def _check_shapes(query: Tensor, key: Tensor, query_length: int) -> None:
-    if query.shape[0] != 1:
-        raise ValueError(
-            f"ring attention takes one packed sequence, not a batch of {query.shape[0]}: "
-            "concatenate the sequences and give their lengths to update_ring_flash_attn_params"
-        )
-    if not query_length == query.shape[1] == key.shape[1]:
-        raise ValueError(
-            f"{query.shape[1]} queries (query_length {query_length}) against {key.shape[1]} keys: "
-            "ring attention has no KV cache; call use_ring_attn(False) to generate"
-        )
-
-
-def _check_mask(attention_mask: Tensor | None, is_causal: bool) -> None:
-    if not is_causal:
-        raise ValueError("is_causal=False: the substituted attention is causal")
-    if attention_mask is None:  # what transformers sends where nothing is masked: no device sync
-        return
-    if attention_mask.ndim != 2:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: ring attention takes no mask "
-            "but its documents'; give those to update_ring_flash_attn_params"
-        )
-    masked = int((attention_mask == 0).sum())
-    if masked:
-        raise ValueError(
-            f"attention_mask hides {masked} of {attention_mask.numel()} tokens: drop the padding, "
-            "or make it a document of its own in update_ring_flash_attn_params"
-        )
-
-
-def _check_keywords(kwargs: Mapping[str, Any]) -> None:
-    for name, reason in _UNSUPPORTED.items():
-        value = kwargs.get(name)
-        if value is not None and value is not False:
-            shown = tuple(value.shape) if isinstance(value, Tensor) else value
-            raise ValueError(f"{name}={shown!r}: {reason} in ring attention")
-
-
-def _check_chunks(module: Any) -> None:
-    # transformers compares the chunk with the length it sees, which is only this rank's.
-    chunk = getattr(module.config, "attention_chunk_size", None)
-    if chunk is not None:
-        raise ValueError(f"attention_chunk_size={chunk}: ring attention does not do chunks")

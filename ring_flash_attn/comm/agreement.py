@@ -1,8 +1,8 @@
 """Do all ranks make the same call? Asked of the group's store when a call's signature is new.
 
 Ranks that disagree would hang or, worse, mix up each other's data. So the first time a rank makes a
-call of some signature it posts the signature to the group's store, waits for those of the others, and
-compares. After that the signature is known and costs nothing.
+call of some signature it posts the signature to the group's store, waits for those of the others,
+and compares. After that the signature is known and costs nothing.
 
 `RFA_CHECK=off` turns this off; `RFA_CHECK=values` compares the values of cu_seqlens as well, which
 costs a round over the store for every new cu_seqlens.
@@ -17,7 +17,7 @@ from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 MODES = ("off", "on", "values")
 PATIENCE = timedelta(seconds=60)
@@ -48,8 +48,8 @@ def agree(signature: Signature, group: ProcessGroup) -> None:
     """Return if every rank of the group makes a call of this signature.
 
     Raises:
-        ValueError: on every rank, naming who has what, if they differ; after 60 s, naming who posted
-            what and who posted nothing, if some rank does not take part.
+        ValueError: on every rank, naming who has what, if they differ; after 60 s, naming who
+            posted what and who posted nothing, if some rank does not take part.
     """
     if check_mode() == "off" or dist.get_world_size(group) == 1:
         return
@@ -64,7 +64,7 @@ def agree(signature: Signature, group: ProcessGroup) -> None:
 
 def _exchange(text: str, group: ProcessGroup, known: _Known) -> dict[int, str]:
     """Post ours, and read what the others post within our patience."""
-    store: Store = dist.distributed_c10d._get_process_group_store(group)
+    store = dist.distributed_c10d._get_process_group_store(group)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     known.rounds += 1
     keys = [f"ring_flash_attn/{known.rounds}/{r}" for r in range(world_size)]
@@ -92,9 +92,9 @@ def _describe(posted: Mapping[int, str], world_size: int) -> str:
         if len(ranks) > 1:
             lines += [f"{field} = {value} on {_ranks(who)}" for value, who in ranks.items()]
     if silent:
-        calls = {json.dumps(signature, sort_keys=True): [] for signature in signatures.values()}
-        for rank, signature in signatures.items():
-            calls[json.dumps(signature, sort_keys=True)].append(rank)
+        calls: dict[str, list[int]] = {}
+        for rank, text in posted.items():
+            calls.setdefault(text, []).append(rank)
         lines += [f"{_ranks(who)} posted {call}" for call, who in calls.items()]
         lines.append(
             f"{_ranks(silent)} posted nothing within {PATIENCE.total_seconds():.0f} s: not in this "

@@ -20,8 +20,8 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
     """The group itself, the default one for None; ValueError if this rank is not in it."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            "torch.distributed is not initialised: call torch.distributed.init_process_group first, "
-            "or use flash_attn_func and its siblings for attention on one device"
+            "torch.distributed is not initialised: call its init_process_group first, or use "
+            "flash_attn_func and its siblings for attention on one device"
         )
     if group is None:
         group = dist.group.WORLD

@@ -1,14 +1,15 @@
 """Dropout's random draws: a hash of (seed, batch, head, query token, key token), written down once.
 
-No generator state, so any rank, any kernel and any block shape drops the same entries. All arithmetic
-is on 32-bit integers that wrap around; other kernels repeat these few lines in their own language:
+No generator state, so any rank, any kernel and any block shape drops the same entries. All
+arithmetic is on 32-bit integers that wrap around; other kernels repeat these few lines in their own
+language:
 
     row  = mix(mix(mix(mix(low 32 bits of seed) ^ high 32 bits of seed, batch), head), query token)
     bits = mix(row ^ key token · 0x9E3779B1)          # mix(a, b) = mix(a ^ b · 0x9E3779B1)
     kept = bits, read as unsigned, >= round(p · 2³²)
 
-`mix` is the finaliser of MurmurHash3. Tokens are counted over the whole packed stream, so that packed
-documents do not share a mask.
+`mix` is the finaliser of MurmurHash3. Tokens are counted over the whole packed stream, so that
+packed documents do not share a mask.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
                     Q·K (h0)                Q·K (h1)                Q·K (h2)
                                             return dK (h0)          return dK (h1)
 
-The llama3 scheme: few, large launches. The smaller the head groups, the less memory, and the more of
-the transfers is hidden behind work.
+The llama3 scheme: few, large launches. The smaller the head groups, the less memory, and the more
+of the transfers is hidden behind work.
 """
 
 from __future__ import annotations

@@ -1,0 +1,197 @@
+"""Checking cases on the ranks: virtual ones, new processes, or those of torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from ..comm import launch
+from ..kernels.base import AUTO, Call, choose_kernel
+from ..tiles import Mask
+from .answers import Inputs, answer, make_inputs, torch_dtype
+from .callers import Tensors, call_on_rank, call_virtual, take, tokens
+from .cases import Case, Choice, Question
+from .measure import Error, compare
+
+MOST_ERRORS = 3  # after so many crashes the rest is left out
+
+
+class Status(Enum):
+    """What became of a case."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    CANNOT = "cannot"  # the kernel that was asked for does not do this
+    ERROR = "error"  # it raised, died or hung
+    LEFT_OUT = "left out"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one process found out about a case: errors of its ranks, or why there are none."""
+
+    kernel: str
+    errors: tuple[Error, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a case, over all ranks."""
+
+    case: Case
+    status: Status
+    kernel: str = ""
+    errors: tuple[Error, ...] = ()
+    reason: str = ""
+
+    @property
+    def bad(self) -> bool:
+        """Whether it makes the run fail."""
+        return self.status in (Status.FAIL, Status.ERROR, Status.LEFT_OUT)
+
+
+def check_all(
+    cases: Sequence[Case], choice: Choice, backend: str | None, timeout: float
+) -> Iterator[Result]:
+    """Results in the order of the cases, each as soon as all ranks have it."""
+    backend = backend or launch.default_backend(choice.device, choice.world_size)
+    if choice.virtual:
+        yield from map(_result, cases, _virtually(cases, choice))
+    elif launch.torchrun_rank():
+        body = launch.run_joined(check_on_rank, (cases, choice.device), choice.device, backend)
+        yield from map(_result, cases, body)
+    else:
+        yield from _spawned(cases, choice, backend, timeout)
+
+
+def _spawned(
+    cases: Sequence[Case], choice: Choice, backend: str, timeout: float
+) -> Iterator[Result]:
+    """In new processes; after a crash in yet newer ones, from the next case on."""
+    done = crashes = 0
+    while done < len(cases) and crashes < MOST_ERRORS:
+        args = (cases[done:], choice.device)
+        try:
+            for outcomes in launch.run_spawned(
+                check_on_rank, args, choice.world_size, choice.device, backend, timeout
+            ):
+                yield _result(cases[done], outcomes)
+                done += 1
+        except launch.RanksFailed as failure:
+            if done < len(cases):
+                yield Result(cases[done], Status.ERROR, reason=str(failure))
+            done, crashes = done + 1, crashes + 1
+    for case in cases[done:]:
+        yield Result(case, Status.LEFT_OUT, reason=f"not run after {crashes} crashes")
+
+
+def check_on_rank(
+    rank: int, world_size: int, cases: Sequence[Case], device_type: str
+) -> Iterator[Outcome]:
+    """What a rank finds out about each case."""
+    device = launch.rank_device(device_type, rank)
+    for case in cases:
+        inputs = make_inputs(case.question, device)
+        try:
+            kernel = _kernel(case, device)
+            torch.manual_seed(case.question.seed + rank)  # rank 0's draw is the one that counts
+            found = call_on_rank(case, inputs, rank, world_size)
+        except NotImplementedError as reason:
+            yield Outcome(case.kernel, reason=str(reason))
+            continue
+        yield Outcome(kernel, _errors(case, found, rank, world_size, device, whole_sink=False))
+
+
+def _virtually(cases: Sequence[Case], choice: Choice) -> Iterator[list[Outcome]]:
+    device = launch.rank_device(choice.device, 0)
+    for case in cases:
+        inputs = make_inputs(case.question, device)
+        try:
+            kernel = _kernel(case, device)
+            torch.manual_seed(case.question.seed)
+            found = _call_here(case, inputs, choice.world_size)
+        except NotImplementedError as reason:
+            yield [Outcome(case.kernel, reason=str(reason))]
+            continue
+        yield [
+            Outcome(kernel, _errors(case, part, rank, len(found), device, whole_sink=True))
+            for rank, part in enumerate(found)
+        ]
+
+
+def _call_here(case: Case, inputs: Inputs, world_size: int) -> list[Tensors]:
+    if not case.layout:  # attention on one device needs no group
+        return [call_on_rank(case, inputs, 0, 1)]
+    return call_virtual(case, inputs, world_size)
+
+
+def _errors(
+    case: Case,
+    found: Tensors,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    whole_sink: bool,
+) -> tuple[Error, ...]:
+    """Errors of one rank's tensors. A rank's dsink is its own queries' part, unless it is whole."""
+    queries = tokens(case, "q", rank, world_size)
+    keys = tokens(case, "k", rank, world_size)
+    places = {"out": queries, "lse": queries, "dq": queries, "dk": keys, "dv": keys}
+    errors = []
+    for name, got in found.items():
+        rows = tuple(queries) if name == "dsink" and not whole_sink else None
+        right = answer(case.question, device, rows)
+        want = right.tensors[name]
+        if name in places:
+            want = take(want, places[name], -1 if name == "lse" else -3)
+        errors.append(
+            compare(
+                name,
+                rank,
+                got,
+                want,
+                dtype=torch_dtype(case.question.dtype),
+                plain=right.plain_errors[name],
+                scale=right.magnitudes[name],
+            )
+        )
+    return tuple(errors)
+
+
+def _kernel(case: Case, device: torch.device) -> str:
+    """The kernel that the case will get; NotImplementedError with reasons if there is none."""
+    question = case.question
+    scale = question.softmax_scale or question.headdim**-0.5
+    return choose_kernel(case.kernel, _call(question, scale, device)).name
+
+
+def _call(question: Question, scale: float, device: torch.device) -> Call:
+    inputs = make_inputs(question, device)
+    return Call(
+        device=device,
+        dtype=torch_dtype(question.dtype),
+        nheads=question.nheads,
+        nheads_k=question.nheads_k,
+        headdim=question.headdim,
+        headdim_v=question.headdim_v,
+        softmax_scale=scale,
+        mask=Mask.of(question.causal, question.window_size),
+        softcap=question.softcap,
+        alibi_slopes=inputs.slopes,
+        dropout_p=question.dropout_p,
+        sink=question.sink,
+    )
+
+
+def _result(case: Case, outcomes: Sequence[Outcome]) -> Result:
+    errors = tuple(error for outcome in outcomes for error in outcome.errors)
+    reason = next((outcome.reason for outcome in outcomes if outcome.reason), "")
+    if reason:
+        asked = case.kernel != AUTO
+        return Result(case, Status.CANNOT if asked else Status.FAIL, case.kernel, errors, reason)
+    status = Status.PASS if all(error.passed for error in errors) else Status.FAIL
+    return Result(case, status, outcomes[0].kernel, errors)

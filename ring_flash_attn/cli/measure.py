@@ -1,0 +1,112 @@
+"""Errors of a tensor against the oracle's, and the rule that says how large they may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP64_BAND = 1e-12  # relative
+ROUNDINGS = 2.0  # width of the rounding band, in eps of the dtype
+FACTOR = 2.0  # how much worse than plain torch
+OUTPUTS = ("out", "lse")
+_HALF = (torch.bfloat16, torch.float16)
+_FENCE_OUTPUT, _FENCE_GRADIENT = 1e-2, 5e-2  # relative, for half precision
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """How far one tensor of one rank is from the oracle's.
+
+    Attributes:
+        tensor: out, lse, dq, dk, dv or dsink.
+        rank: whose.
+        max, mean, rmse: of the absolute difference.
+        relative: largest difference over the largest value of the whole tensor, on all ranks.
+        plain: largest difference of plain torch in the same dtype, over the whole tensor.
+        limit: what `max` may be.
+    """
+
+    tensor: str
+    rank: int
+    max: float
+    mean: float
+    rmse: float
+    relative: float
+    plain: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Within the limit; a NaN is not."""
+        return self.max <= self.limit
+
+
+def difference(got: Tensor, want: Tensor) -> Tensor:
+    """Absolute difference in fp64; infinities that agree differ by 0, a NaN by infinity."""
+    got, want = got.double(), want.double()
+    apart = torch.where(got == want, 0.0, (got - want).abs())
+    return torch.nan_to_num(apart, nan=torch.inf, posinf=torch.inf)
+
+
+def largest(x: Tensor) -> float:
+    """The largest entry; 0 if there is none."""
+    return float(x.max()) if x.numel() else 0.0
+
+
+def magnitude(x: Tensor) -> float:
+    """The largest finite absolute value; 0 if there is none."""
+    return largest(x.double().abs().nan_to_num(nan=0.0, posinf=0.0))
+
+
+def limit_of(tensor: str, dtype: torch.dtype, plain: float, scale: float) -> float:
+    """The largest error that passes.
+
+    Twice the error of plain torch and a rounding band; in half precision never more than the outer
+    fence; in fp64, where plain torch is the oracle itself, a fixed band.
+    """
+    if dtype is torch.float64:
+        return FP64_BAND * scale
+    limit = FACTOR * plain + ROUNDINGS * torch.finfo(dtype).eps * scale
+    if dtype in _HALF:
+        fence = _FENCE_OUTPUT if tensor in OUTPUTS else _FENCE_GRADIENT
+        limit = min(limit, fence * scale)
+    return limit
+
+
+def compare(
+    tensor: str,
+    rank: int,
+    got: Tensor,
+    want: Tensor,
+    *,
+    dtype: torch.dtype,
+    plain: float,
+    scale: float,
+) -> Error:
+    """The error of one rank's tensor.
+
+    Args:
+        tensor: its name.
+        rank: whose it is.
+        got, want: what was computed, and the rank's part of the oracle's tensor.
+        dtype: of the inputs.
+        plain: error of plain torch.
+        scale: largest value of the whole tensor.
+    """
+    if got.shape != want.shape:
+        raise ValueError(f"{tensor} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
+    apart = difference(got, want)
+    count = max(1, apart.numel())
+    worst = largest(apart)
+    return Error(
+        tensor,
+        rank,
+        max=worst,
+        mean=float(apart.sum()) / count,
+        rmse=float(apart.square().sum() / count) ** 0.5,
+        relative=worst / scale if scale else worst,
+        plain=plain,
+        limit=limit_of(tensor, dtype, plain, scale),
+    )
