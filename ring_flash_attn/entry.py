@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .checks import CuSeqlens, document_lengths
 from .kernels.base import Call, choose_kernel
 from .layout import get_layout
 from .llama3 import Llama3Problem
-from .plan import Problem, Side, check_route, make_plan
+from .plan import Plan, Problem, Side, check_route, make_plan
 from .tiles import Mask
 
 if TYPE_CHECKING:
@@ -252,7 +252,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
     """Checked, in autocast's dtype, as (batch, seqlen, nheads, headdim)."""
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(dtype) if x.dtype is not torch.float64 else x for x in (q, k, v))
+        lower = (torch.float32, torch.float16, torch.bfloat16)
+        q, k, v = (x.to(dtype) if x.dtype in lower else x for x in (q, k, v))
     checks.check_tensors(q, k, v, packed)
     return (q[None], k[None], v[None]) if packed else (q, k, v)
 
@@ -405,13 +406,21 @@ class _Walks:
 
 
 def _local(route: str, problem: AnyProblem, rank: int, transport: Any) -> Local:
-    forward, backward = (make_plan(route, problem, rank, direction) for direction in (False, True))
+    return Local(*_planned(route, problem, rank), transport)
+
+
+@functools.lru_cache(maxsize=64)  # plans of long packs are large; layers and backward share them
+def _planned(
+    route: str, problem: AnyProblem, rank: int
+) -> tuple[Plan, Plan, dict[tuple[Side, int], int]]:
+    asked = cast(Problem, problem)  # a Llama3Problem answers the same questions
+    forward, backward = (make_plan(route, asked, rank, direction) for direction in (False, True))
     sizes = {
         (side, owner): problem.size(side, owner)
         for side in Side
         for owner in range(problem.world_size)
     }
-    return Local(forward, backward, sizes, transport)
+    return forward, backward, sizes
 
 
 def _signature(

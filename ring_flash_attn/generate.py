@@ -9,12 +9,15 @@ hand. `api.pyi`, for editors and type checkers, is written by `make format`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from . import signatures
 from .checks import unpack
@@ -179,7 +182,7 @@ class Function:
         source = head + textwrap.indent(self.body, "    ")
         code = compile(source, f"<{self.name}>", "exec", flags=annotations.compiler_flag)
         scope: dict[str, Any] = {
-            "_template": self.template,
+            "_template": _outside_graphs(self.template),
             "_unpack": unpack,
             "__name__": module,
         }
@@ -187,6 +190,18 @@ class Function:
         function: Callable[..., Any] = scope[self.name]
         function.__doc__ = self.doc
         return function
+
+
+def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for which torch.compile breaks the graph instead of tracing into a plan."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def _functions() -> Iterator[Function]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 
 Split = Callable[[int, int, int], list[range]]
@@ -171,7 +170,7 @@ class Sharding:
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """What `rank` holds."""
-        return _cached_spans(self, rank)
+        return spans(self.layout, self.lengths, rank, self.world_size)
 
     def size(self, rank: int) -> int:
         """Number of tokens of `rank`."""
@@ -188,8 +187,3 @@ class Sharding:
 
 def _progression(first: int, span: Span) -> range:
     return range(first, first + span.stride * span.length, span.stride)
-
-
-@lru_cache(maxsize=4096)
-def _cached_spans(sharding: Sharding, rank: int) -> tuple[Span, ...]:
-    return spans(sharding.layout, sharding.lengths, rank, sharding.world_size)

@@ -8,12 +8,12 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
-from .layout import Layout, Sharding, Span, spans
+from .layout import Layout, Span, spans
 from .tiles import Mask, Tile, make_tile, make_tiles
 
 Heads = tuple[int, int]  # first and one past the last KV head
@@ -127,9 +127,21 @@ class Problem:
     nheads_k: int = 1
     heads_k_stride: int = 1
 
+    _memo: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+
     def spans(self, side: Side, rank: int) -> tuple[Span, ...]:
         """What `rank` holds of one side."""
-        return _spans(self, side, rank)
+        key = ("spans", side, rank)
+        if key not in self._memo:
+            self._memo[key] = self._spans(side, rank)
+        found: tuple[Span, ...] = self._memo[key]
+        return found
+
+    def _spans(self, side: Side, rank: int) -> tuple[Span, ...]:
+        if side is Side.KEY:
+            return spans(self.layout, self.lengths_k, rank, self.world_size)
+        shifts = [k - q for q, k in zip(self.lengths_q, self.lengths_k, strict=True)]
+        return spans(self.layout, self.lengths_q, rank, self.world_size, shifts)
 
     def size(self, side: Side, rank: int) -> int:
         """Number of tokens that `rank` holds of one side."""
@@ -143,32 +155,31 @@ class Problem:
 
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Whether the mask leaves anything of these queries against these keys."""
-        return _needed(self, query_rank, key_rank)
+        key = ("needed", query_rank, key_rank)
+        if key not in self._memo:
+            keys = self._keys_by_document(key_rank)
+            self._memo[key] = any(
+                make_tile(query, span, self.mask) is not None
+                for query in self.spans(Side.QUERY, query_rank)
+                for span in keys.get(query.document, ())
+            )
+        answer: bool = self._memo[key]
+        return answer
+
+    def _keys_by_document(self, rank: int) -> dict[int, list[Span]]:
+        key = ("keys by document", rank)
+        if key not in self._memo:
+            found: dict[int, list[Span]] = {}
+            for span in self.spans(Side.KEY, rank):
+                found.setdefault(span.document, []).append(span)
+            self._memo[key] = found
+        by_document: dict[int, list[Span]] = self._memo[key]
+        return by_document
 
     @property
     def all_heads(self) -> Heads:
         """Every KV head."""
         return (0, self.nheads_k)
-
-
-@lru_cache(maxsize=4096)
-def _spans(problem: Problem, side: Side, rank: int) -> tuple[Span, ...]:
-    if side is Side.KEY:
-        return Sharding(problem.layout, problem.lengths_k, problem.world_size).spans(rank)
-    shifts = [k - q for q, k in zip(problem.lengths_q, problem.lengths_k, strict=True)]
-    return spans(problem.layout, problem.lengths_q, rank, problem.world_size, shifts)
-
-
-@lru_cache(maxsize=1 << 16)
-def _needed(problem: Problem, query_rank: int, key_rank: int) -> bool:
-    keys: dict[int, list[Span]] = {}
-    for key in problem.spans(Side.KEY, key_rank):
-        keys.setdefault(key.document, []).append(key)
-    return any(
-        make_tile(query, key, problem.mask) is not None
-        for query in problem.spans(Side.QUERY, query_rank)
-        for key in keys.get(query.document, ())
-    )
 
 
 Route = Callable[[Problem, int, bool], list[Step]]
@@ -197,7 +208,6 @@ def check_route(name: str) -> None:
         raise ValueError(f"unknown route {name!r}; choose one of {', '.join(_ROUTES)}")
 
 
-@lru_cache(maxsize=1024)
 def make_plan(route: str, problem: Problem, rank: int, backward: bool = False) -> Plan:
     """The plan of `rank` for a problem on a route."""
     check_route(route)
@@ -212,7 +222,7 @@ def make_work(
     """The launch of a rank's queries against the keys of several; nothing if the mask is empty."""
     offsets = [0, *accumulate(problem.size(Side.KEY, rank) for rank in key_ranks)]
     tiles = tuple(
-        replace(tile, key=tile.key.moved(offset))
+        replace(tile, key=tile.key.moved(offset)) if offset else tile
         for rank, offset in zip(key_ranks, offsets, strict=False)
         for tile in problem.tiles(query_rank, rank)
     )
@@ -241,15 +251,12 @@ def _marked(rank: int, steps: Iterable[Step], size: int, nheads_k: int) -> Plan:
 
     def mark(work: Work) -> Work:
         number = next(numbers)
-        tiles = tuple(
-            replace(
-                tile,
-                first=first[work.queries, work.heads, tile.query.start] == number,
-                last=not merged and last[work.queries, work.heads, tile.query.start] == number,
-            )
-            for tile in work.tiles
-        )
-        return replace(work, tiles=tiles)
+        tiles = []
+        for tile in work.tiles:
+            key = (work.queries, work.heads, tile.query.start)
+            is_first, is_last = first[key] == number, not merged and last[key] == number
+            tiles.append(Tile(tile.query, tile.key, tile.low, tile.high, is_first, is_last))
+        return replace(work, tiles=tuple(tiles))
 
     marked = tuple(Step(step.transfers, tuple(map(mark, step.work))) for step in steps)
     covered = sum(length * (key[1][1] - key[1][0]) for key, length in rows.items())

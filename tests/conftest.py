@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from ranks import Ranks
+
+torch.set_num_threads(1)  # small tensors: threads only get in each other's way
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
+def ranks() -> Iterator[Callable[..., Ranks]]:
     """`ranks(world_size).run(body, *args)`; see `ranks.py`."""
-    pools: dict[int, Ranks] = {}
+    pools: dict[tuple[int, str], Ranks] = {}
 
-    def of(world_size: int) -> Ranks:
-        return pools.setdefault(world_size, Ranks(world_size))
+    def of(world_size: int, backend: str = "gloo") -> Ranks:
+        return pools.setdefault((world_size, backend), Ranks(world_size, backend))
 
     yield of
     for pool in pools.values():

@@ -1,4 +1,4 @@
-"""A pool of worker processes that form a gloo group, kept for the whole test run.
+"""A pool of worker processes that form a group, kept for the whole test run.
 
 `Ranks(4).run(body, *args)` calls `body(rank, world_size, *args)` in every process and returns the
 list of results. Bodies are top-level functions; results are pickled (tensors as they are).
@@ -20,8 +20,8 @@ _context = multiprocessing.get_context("forkserver")
 class Ranks:
     """`world_size` processes; started at the first run, and again after a run that failed."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        self.world_size, self._backend = world_size, backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -30,7 +30,7 @@ class Ranks:
         store = tempfile.NamedTemporaryFile(delete=False).name  # noqa: SIM115
         for rank in range(self.world_size):
             ours, theirs = _context.Pipe()
-            args = (rank, self.world_size, f"{store}.init", theirs, sys.path)
+            args = (rank, self.world_size, self._backend, f"{store}.init", theirs, sys.path)
             process = _context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._processes.append(process)
@@ -69,13 +69,19 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection, path: list[str]) -> None:
+def _serve(
+    rank: int, world_size: int, backend: str, store: str, pipe: Connection, path: list[str]
+) -> None:
     sys.path[:] = path
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
     while True:
         body, args = pipe.recv()
         try:
