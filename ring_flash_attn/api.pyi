@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .checks import CuSeqlens
-from .entry import Output
+from .job import Output
 
 def ring_flash_attn_func(
     q: Tensor,

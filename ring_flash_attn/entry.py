@@ -1,54 +1,27 @@
-"""From a user's arguments to a job: check, agree with the other ranks, plan, run."""
+"""From a user's arguments to a problem; one function for each way to describe the documents."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import checks, comm
 from . import routes as _routes  # registers them
-from .attention import QKV, Job, Local, attention
+from .attention import QKV
 from .checks import CuSeqlens, document_lengths
-from .kernels.base import Call, choose_kernel
+from .job import Options, Output, run_on_group, run_on_virtual_ranks
 from .layout import get_layout
 from .llama3 import Llama3Problem
-from .plan import Plan, Problem, Side, check_route, make_plan
-from .tiles import Mask
+from .plan import Problem, check_route
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-AnyProblem = Problem | Llama3Problem
-Output = Tensor | tuple[Tensor, Tensor, None]
-
 del _routes
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The arguments that all functions share, as the user gave them."""
-
-    dropout_p: float = 0.0
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: tuple[int, int] = (-1, -1)
-    alibi_slopes: Tensor | None = None
-    deterministic: bool = False
-    return_attn_probs: bool = False
-    softcap: float | None = 0.0
-    sink: Tensor | None = None
-    kernel: str = "auto"
-
-    @property
-    def mask(self) -> Mask:
-        """Which keys a query sees."""
-        return Mask.of(bool(self.causal), checks.check_window(self.window_size))
 
 
 def run_batch(
@@ -74,7 +47,7 @@ def run_batch(
     problem = _problem(
         layout, route, lengths_q, lengths_k, world_size, opts, k.shape[2], heads_k_stride
     )
-    return _run(route, problem, q, k, v, opts, group, same, packed=False)
+    return run_on_group(route, problem, q, k, v, opts, group, same, packed=False)
 
 
 def run_local_documents(
@@ -100,7 +73,7 @@ def run_local_documents(
     lengths = tuple(length * world_size for length in local)
     same = {"total": q.shape[1], "documents": len(lengths), **_values(cu_seqlens=lengths)}
     problem = _problem(layout, route, lengths, lengths, world_size, opts, k.shape[2], None)
-    return _run(route, problem, q, k, v, opts, group, same, packed=True)
+    return run_on_group(route, problem, q, k, v, opts, group, same, packed=True)
 
 
 def run_documents(
@@ -135,7 +108,7 @@ def run_documents(
     problem = _problem(
         layout, route, lengths_q, lengths_k, world_size, opts, k.shape[2], heads_k_stride
     )
-    return _run(route, problem, q, k, v, opts, group, same, packed=True)
+    return run_on_group(route, problem, q, k, v, opts, group, same, packed=True)
 
 
 def run_llama3(
@@ -182,7 +155,7 @@ def run_llama3(
         heads_k_stride=checks.check_heads_k_stride(heads_k_stride, k.shape[2]),
     )
     same = {"total_q": q.shape[1], "total_k": k.shape[1], "heads_k_stride": heads_k_stride}
-    return _run("all_gather", problem, q, k, v, opts, group, same, packed=True)
+    return run_on_group("all_gather", problem, q, k, v, opts, group, same, packed=True)
 
 
 def run_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
@@ -192,7 +165,7 @@ def run_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
     problem = _problem(
         "contiguous", "ring", (q.shape[1],), (k.shape[1],), 1, opts, k.shape[2], None
     )
-    return _run_virtual("ring", problem, [(q, k, v)], opts, packed=False)[0]
+    return run_on_virtual_ranks("ring", problem, [(q, k, v)], opts, packed=False)[0]
 
 
 def run_single_documents(
@@ -219,7 +192,7 @@ def run_single_documents(
     checks.check_total(lengths_q, q[0], "q", "cu_seqlens_q")
     checks.check_total(lengths_k, k[0], "k", "cu_seqlens_k")
     problem = _problem("contiguous", "ring", lengths_q, lengths_k, 1, opts, k.shape[2], None)
-    return _run_virtual("ring", problem, [(q, k, v)], opts, packed=True)[0]
+    return run_on_virtual_ranks("ring", problem, [(q, k, v)], opts, packed=True)[0]
 
 
 def run_virtual(
@@ -245,7 +218,7 @@ def run_virtual(
         shards[0][1].shape[2],
         heads_k_stride,
     )
-    return _run_virtual(route, problem, shards, opts, packed)
+    return run_on_virtual_ranks(route, problem, shards, opts, packed)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
@@ -298,159 +271,3 @@ def _problem(
     return Problem(
         get_layout(layout), lengths_q, lengths_k, world_size, opts.mask, nheads_k, heads_k_stride
     )
-
-
-def _check_shard(problem: AnyProblem, rank: int, q: Tensor, k: Tensor) -> None:
-    """The shard has the rows that the layout gives this rank."""
-    for name, tensor, side in (("q", q, Side.QUERY), ("k", k, Side.KEY)):
-        size = problem.size(side, rank)
-        if tensor.shape[1] != size:
-            assert isinstance(problem, Problem), "equal shards by construction"
-            lengths = problem.lengths_q if side is Side.QUERY else problem.lengths_k
-            raise ValueError(
-                f"rank {rank} of {problem.world_size} holds {size} tokens of documents of "
-                f"{_short(lengths)} tokens in layout {problem.layout.name!r}, but {name} has "
-                f"{tensor.shape[1]} (see ring_flash_attn.shard)"
-            )
-
-
-def _short(lengths: Sequence[int]) -> str:
-    shown = ", ".join(map(str, lengths[:8]))
-    return f"{shown}, … ({len(lengths)} documents)" if len(lengths) > 8 else shown
-
-
-def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options) -> Call:
-    """Check what is left of the arguments; everything but dropout's seed."""
-    slopes = checks.check_alibi(opts.alibi_slopes, q)
-    scale = q.shape[-1] ** -0.5 if opts.softmax_scale is None else float(opts.softmax_scale)
-    checks.check_sink(opts.sink, q)
-    return Call(
-        device=q.device,
-        dtype=q.dtype,
-        nheads=q.shape[2],
-        nheads_k=k.shape[2],
-        headdim=q.shape[3],
-        headdim_v=v.shape[3],
-        softmax_scale=scale,
-        mask=opts.mask,
-        softcap=checks.check_softcap(opts.softcap),
-        alibi_slopes=slopes,
-        dropout_p=checks.check_dropout(opts.dropout_p),
-        sink=opts.sink is not None,
-        deterministic=bool(opts.deterministic),
-    )
-
-
-def _draw_seed() -> Tensor:
-    """From torch's generator, so that seeded runs repeat and checkpoints redraw the same mask."""
-    return torch.randint(1 << 62, (), dtype=torch.int64)
-
-
-def _run(
-    route: str,
-    problem: AnyProblem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    opts: Options,
-    group: ProcessGroup | None,
-    same: Mapping[str, object],
-    packed: bool,
-) -> Output:
-    """Run on this rank of a group; `same` is what else has to be equal on all ranks."""
-    group = comm.resolve_group(group)
-    rank, _ = comm.rank_and_size(group)
-    _check_shard(problem, rank, q, k)
-    call = _call(q, k, v, opts)
-    kernel = choose_kernel(opts.kernel, call)
-    comm.agree(_signature(route, problem, call, kernel.name, (q, k, v), same), group)
-    if call.dropout_p:
-        call = replace(call, seed=comm.share_seed(_draw_seed(), group, q.device))
-    transport = functools.partial(comm.DistributedTransport, group, q.device)
-    job = Job((_local(route, problem, rank, transport),), kernel, call)
-    ((out, lse),) = attention(job, [(q, k, v)], opts.sink)
-    return _output(out, lse, opts, packed)
-
-
-def _run_virtual(
-    route: str, problem: Problem, shards: Sequence[QKV], opts: Options, packed: bool
-) -> list[Output]:
-    """Run all ranks in this process."""
-    for rank, (q, k, _) in enumerate(shards):
-        _check_shard(problem, rank, q, k)
-    call = _call(*shards[0], opts)
-    kernel = choose_kernel(opts.kernel, call)
-    if call.dropout_p:
-        call = replace(call, seed=_draw_seed().to(call.device))
-    walks = _Walks(len(shards))
-    locals_ = tuple(
-        _local(route, problem, rank, functools.partial(walks.transport, rank))
-        for rank in range(len(shards))
-    )
-    results = attention(Job(locals_, kernel, call), shards, opts.sink)
-    return [_output(out, lse, opts, packed) for out, lse in results]
-
-
-class _Walks:
-    """Fresh transports that share a mail, each time rank 0 asks for its own."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._transports: list[Any] = []
-
-    def transport(self, rank: int) -> comm.Transport:
-        if rank == 0:
-            self._transports = list(comm.virtual_transports(self._world_size))
-        transport: comm.Transport = self._transports[rank]
-        return transport
-
-
-def _local(route: str, problem: AnyProblem, rank: int, transport: Any) -> Local:
-    return Local(*_planned(route, problem, rank), transport)
-
-
-@functools.lru_cache(maxsize=64)  # plans of long packs are large; layers and backward share them
-def _planned(
-    route: str, problem: AnyProblem, rank: int
-) -> tuple[Plan, Plan, dict[tuple[Side, int], int]]:
-    asked = cast(Problem, problem)  # a Llama3Problem answers the same questions
-    forward, backward = (make_plan(route, asked, rank, direction) for direction in (False, True))
-    sizes = {
-        (side, owner): problem.size(side, owner)
-        for side in Side
-        for owner in range(problem.world_size)
-    }
-    return forward, backward, sizes
-
-
-def _signature(
-    route: str, problem: AnyProblem, call: Call, kernel: str, qkv: QKV, same: Mapping[str, object]
-) -> tuple[tuple[str, object], ...]:
-    """What has to be equal on all ranks, hashable."""
-    layout = problem.layout.name if isinstance(problem, Problem) else "llama3"
-    slopes = None if call.alibi_slopes is None else tuple(call.alibi_slopes.shape)
-    return (
-        ("layout", layout),
-        ("route", route),
-        ("kernel", kernel),
-        ("device", call.device.type),
-        ("dtype", str(call.dtype)),
-        ("nheads, nheads_k", (call.nheads, call.nheads_k)),
-        ("headdim, headdim_v", (call.headdim, call.headdim_v)),
-        ("softmax_scale", call.softmax_scale),
-        ("mask (left, right)", (call.mask.left, call.mask.right)),
-        ("softcap", call.softcap),
-        ("alibi_slopes", slopes),
-        ("dropout_p", call.dropout_p),
-        ("sink", call.sink),
-        ("deterministic", call.deterministic),
-        ("heads_k_stride", problem.heads_k_stride),
-        ("needs gradients", torch.is_grad_enabled() and any(x.requires_grad for x in qkv)),
-        *same.items(),
-    )
-
-
-def _output(out: Tensor, lse: Tensor, opts: Options, packed: bool) -> Output:
-    if packed:
-        out, lse = out[0], lse[0]
-    return (out, lse, None) if opts.return_attn_probs else out

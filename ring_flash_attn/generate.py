@@ -289,7 +289,7 @@ def stub() -> str:
     head = (
         "# Written by `make format`; do not edit.\n\n"
         "from torch import Tensor\nfrom torch.distributed import ProcessGroup\n\n"
-        "from .checks import CuSeqlens\nfrom .entry import Output\n\n"
+        "from .checks import CuSeqlens\nfrom .job import Output\n\n"
     )
     names = "".join(f'    "{name}",\n' for name in FUNCTIONS)
     defs = "".join(function.stub for function in FUNCTIONS.values())

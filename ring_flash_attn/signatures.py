@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import entry
 from .checks import CuSeqlens
-from .entry import Options, Output
+from .job import Options, Output
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

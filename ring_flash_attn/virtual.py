@@ -8,7 +8,8 @@ from torch import Tensor
 
 from . import checks
 from .checks import CuSeqlens, document_lengths
-from .entry import Output, run_virtual
+from .entry import run_virtual
+from .job import Output
 from .sharding import shard, unshard
 
 

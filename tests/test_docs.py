@@ -19,6 +19,7 @@ from ranks import Ranks
 from torch import Tensor
 
 import ring_flash_attn
+from ring_flash_attn import job
 from ring_flash_attn import layout as layouts
 from ring_flash_attn import plan as plans
 from ring_flash_attn.cli.oracle import Rules, oracle
@@ -56,15 +57,6 @@ def closeness(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small products are faster on one thread than on threads that wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # CONTRIBUTING: a layout, a route and a kernel.
 
 
@@ -86,7 +78,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     for name in imported:
         sys.modules.pop(name, None)
     kernels.load_kernel.cache_clear()
-    plans.make_plan.cache_clear()
+    job._planned.cache_clear()
 
 
 RULES = [
