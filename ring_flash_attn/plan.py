@@ -127,7 +127,9 @@ class Problem:
     nheads_k: int = 1
     heads_k_stride: int = 1
 
-    _memo: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    _memo: dict[tuple[object, ...], Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def spans(self, side: Side, rank: int) -> tuple[Span, ...]:
         """What `rank` holds of one side."""

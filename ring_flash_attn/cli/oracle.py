@@ -39,7 +39,7 @@ def oracle(
     """Attention over whole tensors, batch or packed, in the precision of q (use fp64).
 
     Returns:
-        out, like q with v's head dimension, and lse, (batch, nheads, seqlen_q) or (nheads, total_q).
+        out, like q with v's head dimension; lse, (batch, nheads, seqlen_q) or (nheads, total_q).
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         parts = [_document(q[b], k[b], v[b], rules, b, (0, 0)) for b in range(q.shape[0])]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 # body(rank, world_size, *args) runs on every rank and yields as many items on each.
 Body = Callable[..., Iterator[Any]]
@@ -32,7 +33,8 @@ class RanksFailed(RuntimeError):
 
 def default_backend(device: str, world_size: int) -> str:
     """NCCL where every rank can have a GPU of its own, gloo otherwise."""
-    if device == "cuda" and torch.cuda.device_count() >= world_size:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if device == "cuda" and torch.cuda.device_count() >= here:
         return "cpu:gloo,cuda:nccl"
     return "gloo"
 
@@ -97,7 +99,7 @@ def run_spawned(
         RanksFailed: a rank raised, died or fell silent. Every process has been ended then.
     """
     _context.set_forkserver_preload(["torch", "torch.distributed", "ring_flash_attn"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     try:
         for rank in range(world_size):
@@ -118,16 +120,20 @@ def _collect(pipes: Sequence[Connection], timeout: float) -> Iterator[list[Any]]
     """One list for each item, as soon as every rank has sent its own."""
     arrived: list[deque[Any]] = [deque() for _ in pipes]
     running = dict(enumerate(pipes))
+    sent = [0] * len(pipes)
     errors: list[str] = []
     while running:
         ready = wait(list(running.values()), GRACE if errors else timeout)
         if not ready:
-            errors.append(f"ranks {', '.join(map(str, running))} did not answer")
+            fewest = min(sent[rank] for rank in running)
+            silent = [str(rank) for rank in running if sent[rank] == fewest]
+            errors.append(f"no answer {fewest + 1} from rank {', '.join(silent)}")
             break
         for rank in [rank for rank, pipe in running.items() if pipe in ready]:
             kind, value = _receive(running[rank])
             if kind == "item":
                 arrived[rank].append(value)
+                sent[rank] += 1
                 continue
             del running[rank]
             if kind == "error":
@@ -161,7 +167,7 @@ def _serve(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     try:
         _use_device(device, rank)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = TCPStore("127.0.0.1", port, is_master=False)
         patience = timedelta(minutes=10)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=patience

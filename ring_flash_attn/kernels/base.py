@@ -192,7 +192,8 @@ def load_kernel(name: str) -> Kernel | str:
     try:
         kernel: Kernel = importlib.import_module(entry.module).KERNEL
     except ModuleNotFoundError as missing:
-        return f"{missing.name} is not installed: {entry.hint}"
+        ours = missing.name == entry.module
+        return entry.hint if ours else f"{missing.name} is not installed: {entry.hint}"
     return kernel
 
 

@@ -1,4 +1,4 @@
-"""The right answers: inputs made from a seed, and what the oracle says in fp64 and in their own dtype."""
+"""The right answers: inputs from a seed, and what the oracle says in fp64 and in their dtype."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .cases import Question
+from ..oracle import Rules, oracle
 from .measure import difference, largest, magnitude
-from .oracle import Rules, oracle
+from .questions import Question
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -35,25 +42,28 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tensors by name, fp64, with the error that plain torch makes in the question's dtype.
+    """The oracle's tensors, and what is needed to judge others.
 
     Attributes:
-        tensors: out, lse, dq, dk, dv and, with a sink, dsink.
-        plain_errors: largest error of the naive formula in the question's dtype.
-        magnitudes: largest absolute value.
+        tensors: out, lse, dq, dk, dv and, with a sink, dsink; fp64.
+        plain_errors: of each, the largest error of the naive formula in the question's dtype.
+        largest: of each, the largest absolute value.
+        scales: of each, the largest absolute value of the tensor or of a part that it is the sum
+            of. The derivative of a softmax is a difference, P·dP − P·delta, of which less may be
+            left than the rounding of either part; with a single key nothing at all.
     """
 
     tensors: dict[str, Tensor]
     plain_errors: dict[str, float]
-    magnitudes: dict[str, float]
+    largest: dict[str, float]
+    scales: dict[str, float]
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """float64 and so on."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"unknown dtype {name!r}; choose float64, float32, bfloat16 or float16")
-    return dtype
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def dropout_seed(seed: int) -> int:
@@ -99,19 +109,21 @@ def answer(question: Question, device: torch.device, rows: tuple[int, ...] | Non
         rows: queries whose outputs the loss depends on; all if None.
     """
     inputs = make_inputs(question, device)
-    right = _attend(question, inputs, torch.float64, rows)
-    plain = _attend(question, inputs, torch_dtype(question.dtype), rows)
+    right, parts = _attend(question, inputs, torch.float64, rows)
+    plain, _ = _attend(question, inputs, torch_dtype(question.dtype), rows)
+    values = {name: magnitude(x) for name, x in right.items()}
     return Answer(
         tensors=right,
-        plain_errors={n: largest(difference(plain[n], x)) for n, x in right.items()},
-        magnitudes={n: magnitude(x) for n, x in right.items()},
+        plain_errors={name: largest(difference(plain[name], x)) for name, x in right.items()},
+        largest=values,
+        scales={n: max(x, magnitude(parts[n])) if n in parts else x for n, x in values.items()},
     )
 
 
 def _attend(
     question: Question, inputs: Inputs, dtype: torch.dtype, rows: tuple[int, ...] | None
-) -> dict[str, Tensor]:
-    """out, lse and the gradients of the naive formula in one dtype."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The naive formula in one dtype: out, lse and gradients; and the delta part of dq and dk."""
     leaves = {n: getattr(inputs, n).to(dtype).requires_grad_() for n in ("q", "k", "v")}
     sink = inputs.sink
     if sink is not None:
@@ -127,9 +139,12 @@ def _attend(
     if inputs.dlse is not None:
         outputs.append(lse)
         grads.append(_only(inputs.dlse.to(dtype), rows, -1))
-    found = torch.autograd.grad(outputs, list(leaves.values()), grads)
+    found = torch.autograd.grad(outputs, list(leaves.values()), grads, retain_graph=True)
     named = {f"d{name}": grad for name, grad in zip(leaves, found, strict=True)}
-    return {"out": out.detach(), "lse": lse.detach(), **named}
+    delta = (out.detach() * grads[0]).sum(-1).transpose(-1, -2)
+    part = torch.autograd.grad(lse, [leaves["q"], leaves["k"]], delta)
+    parts = dict(zip(("dq", "dk"), part, strict=True))
+    return {"out": out.detach(), "lse": lse.detach(), **named}, parts
 
 
 def _rules(question: Question, inputs: Inputs, sink: Tensor | None) -> Rules:

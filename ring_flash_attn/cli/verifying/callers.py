@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api
-from ..entry import run_virtual
+from ... import api
+from ...entry import run_virtual
 from .answers import Inputs
 from .arguments import own_arguments
 from .cases import Case
@@ -59,10 +59,7 @@ def call_on_rank(case: Case, inputs: Inputs, rank: int, world_size: int) -> Tens
 def call_virtual(case: Case, inputs: Inputs, world_size: int) -> list[Tensors]:
     """Run all ranks of the function's point in this process; dsink comes whole, with rank 0."""
     ranks = range(world_size)
-    shards = [
-        tuple(x.detach().requires_grad_() for x in _shard(case, inputs, rank, world_size))
-        for rank in ranks
-    ]
+    shards = [_shard(case, inputs, rank, world_size) for rank in ranks]
     options = _options(case, inputs)
     results = run_virtual(
         case.layout,
@@ -94,7 +91,8 @@ def call_virtual(case: Case, inputs: Inputs, world_size: int) -> list[Tensors]:
 def _shard(case: Case, inputs: Inputs, rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
     queries = tokens(case, "q", rank, world_size)
     keys = tokens(case, "k", rank, world_size)
-    return take(inputs.q, queries), take(inputs.k, keys), take(inputs.v, keys)
+    q, k, v = take(inputs.q, queries), take(inputs.k, keys), take(inputs.v, keys)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
 def _options(case: Case, inputs: Inputs) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..llama3 import llama3_flash_attn_prepare_cu_seqlens
+from ...llama3 import llama3_flash_attn_prepare_cu_seqlens
 from .cases import Case
 
 _Who = tuple[int, int]  # rank, world_size

@@ -1,0 +1,20 @@
+"""The commands of `rfa`, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from .draw import draw
+from .info import info
+from .verify import verify
+
+app = typer.Typer(
+    name="rfa",
+    help="Exact attention over many GPUs: verify it, look at it, draw it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(verify)
+app.command()(info)
+app.command()(draw)

@@ -1,0 +1,94 @@
+"""`rfa draw`: who holds which tokens, and who computes what at which step, as text or SVG."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .. import routes as _routes  # registers them
+from ..layout import get_layout, layout_names
+from ..plan import Problem, check_route, route_names
+from ..tiles import Mask
+from .drawing.schedule import make_schedule
+from .drawing.svg import draw_svg
+from .drawing.terminal import render
+
+del _routes
+
+
+def draw(
+    layouts: Annotated[
+        list[str], typer.Argument(metavar="LAYOUT...", help=f"One of {', '.join(layout_names())}.")
+    ],
+    route: Annotated[str, typer.Option(help=f"One of {', '.join(route_names())}.")] = "ring",
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 4,
+    seqlen: Annotated[int, typer.Option(min=1, help="Tokens, over all ranks.")] = 16,
+    cu_seqlens: Annotated[
+        str | None, typer.Option(help="Packed documents instead, such as 0,5,16.")
+    ] = None,
+    causal: Annotated[bool, typer.Option(help="Queries see no later keys.")] = True,
+    window: Annotated[
+        str, typer.Option(help="Keys that a query sees to its left and right; -1: all.")
+    ] = "-1,-1",
+    backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
+    nheads_k: Annotated[int, typer.Option(min=1, help="KV heads.")] = 1,
+    heads_k_stride: Annotated[
+        int | None, typer.Option(min=1, help="KV heads that travel together (all_gather).")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+) -> None:
+    """Draw who holds which tokens, and who computes what at which step."""
+    try:
+        check_route(route)
+        lengths = _lengths(seqlen, cu_seqlens)
+        mask = _mask(causal, window)
+        schedules = []
+        for name in layouts:
+            problem = Problem(
+                get_layout(name),
+                lengths,
+                lengths,
+                world_size,
+                mask,
+                nheads_k,
+                heads_k_stride or nheads_k,
+            )
+            schedules.append(make_schedule(route, problem, backward))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if svg:
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        svg.write_text(draw_svg(schedules))
+        typer.echo(f"wrote {svg}")
+        return
+    console = Console(highlight=False)
+    for schedule in schedules:
+        console.print(render(schedule))
+
+
+def _numbers(text: str, what: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{what} must be whole numbers and commas, not {text!r}") from None
+
+
+def _lengths(seqlen: int, cu_seqlens: str | None) -> tuple[int, ...]:
+    if cu_seqlens is None:
+        return (seqlen,)
+    offsets = _numbers(cu_seqlens, "--cu-seqlens")
+    lengths = tuple(b - a for a, b in pairwise(offsets))
+    if offsets[0] != 0 or not lengths or min(lengths) < 0 or not sum(lengths):
+        raise ValueError(f"--cu-seqlens {cu_seqlens} must start at 0 and go up")
+    return lengths
+
+
+def _mask(causal: bool, window: str) -> Mask:
+    sides = _numbers(window, "--window")
+    if len(sides) != 2:
+        raise ValueError(f"--window must be two numbers, not {window!r}")
+    return Mask.of(causal, (sides[0], sides[1]))

@@ -1,0 +1,1 @@
+"""What `rfa draw` is made of: schedules, as text and as SVG."""

@@ -1,0 +1,184 @@
+"""Schedules as SVG: the mask, coloured by rank and numbered by step, and a timeline below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from xml.sax.saxutils import escape
+
+from .schedule import LONGER, Patch, Schedule, colour, percent
+
+_TEXT = "#768390"  # can be read on white and on black
+_FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+_PICTURE = 256.0  # width and height of a mask
+_GUTTER = 16.0  # left of and above a mask, for the ranks of queries and keys
+_GAP = 36.0  # between panels
+_MARGIN = 16.0
+_LANE = 20.0  # height of a rank's timeline
+_PANEL = _PICTURE + _GUTTER
+
+
+def draw_svg(schedules: Sequence[Schedule]) -> str:
+    """The panels of some schedules, side by side, on one time scale."""
+    width = 2 * _MARGIN + len(schedules) * (_PANEL + _GAP) - _GAP
+    legend, top = _legend(max(schedule.world_size for schedule in schedules), width)
+    lanes = max(schedule.world_size for schedule in schedules) * _LANE
+    height = top + _PICTURE + 40 + lanes + 58
+    longest = max(sum(schedule.step_times) for schedule in schedules) or 1
+    parts = list(legend)
+    for number, schedule in enumerate(schedules):
+        x = _MARGIN + number * (_PANEL + _GAP)
+        parts += _panel(schedule, x, top, _PICTURE / longest)
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" font-family="{_FONT}" role="img">\n'
+        f"<title>{escape(_title(schedules))}</title>\n{_HATCH}\n{body}\n</svg>\n"
+    )
+
+
+# Idle time: thin diagonal lines.
+_HATCH = (
+    '<defs><pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse" '
+    f'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="5" stroke="{_TEXT}" '
+    'stroke-opacity="0.45" stroke-width="1.2"/></pattern></defs>'
+)
+
+
+def _title(schedules: Sequence[Schedule]) -> str:
+    names = ", ".join(f"{s.problem.layout.name} × {s.route}" for s in schedules)
+    return f"Who computes what, and when: {names}, {schedules[0].world_size} ranks"
+
+
+def _text(
+    x: float, y: float, text: str, size: float = 11, anchor: str = "start", extra: str = ""
+) -> str:
+    fill = "" if "fill=" in extra else f' fill="{_TEXT}"'
+    return (
+        f'<text x="{x:.4g}" y="{y:.4g}" font-size="{size:g}" text-anchor="{anchor}"{fill}'
+        f"{' ' + extra if extra else ''}>{escape(text)}</text>"
+    )
+
+
+def _box(x: float, y: float, width: float, height: float, fill: str, extra: str = "") -> str:
+    return (
+        f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" fill="{fill}"'
+        f"{' ' + extra if extra else ''}/>"
+    )
+
+
+def _legend(world_size: int, width: float) -> tuple[list[str], float]:
+    """Colours, numbers and hatching explained, in as many lines as it takes; and where they end."""
+    entries = [(colour(rank, world_size), 12.0, f"rank {rank}") for rank in range(world_size)]
+    entries.append(("", 0.0, "numbers: the step in which a pair is computed"))
+    entries.append(("url(#idle)", 24.0, "waiting for the busiest rank of the step"))
+    parts, x, y = [], _MARGIN, 24.0
+    for fill, swatch, text in entries:
+        space = swatch + 5 + 6.7 * len(text)
+        if x + space > width and x > _MARGIN:
+            x, y = _MARGIN, y + 20
+        if fill:
+            parts.append(_box(x, y - 10, swatch, 12, fill, 'rx="2"'))
+        parts.append(_text(x + swatch + (5 if fill else 0), y, text, 12))
+        x += space + 12
+    return parts, y + 84
+
+
+def _panel(schedule: Schedule, x: float, top: float, scale: float) -> Iterator[str]:
+    layout = schedule.problem.layout
+    says = (layout.split.__doc__ or "").split(".")[0].split(":")[0]
+    yield _text(x, top - 50, f"{layout.name} × {schedule.route}", 16, extra='font-weight="600"')
+    yield _text(x, top - 32, says, 11)
+    yield from _mask(schedule, x + _GUTTER, top)
+    yield from _timeline(schedule, x + _GUTTER, top + _PICTURE + 40, scale)
+
+
+def _mask(schedule: Schedule, x: float, y: float) -> Iterator[str]:
+    """Queries downwards, keys to the right; edges show the ranks that hold them."""
+    owners = schedule.owners()
+    cell = _PICTURE / max(1, len(owners))
+    yield _text(x, y - 15, "keys →", 10)
+    turned = f'transform="rotate(90 {x - 21:.4g} {y:.4g})"'
+    yield _text(x - 21, y, "queries →", 10, extra=turned)
+    yield _box(x, y, _PICTURE, _PICTURE, _TEXT, 'fill-opacity="0.10"')
+    for rank, run in groupby(range(len(owners)), key=owners.__getitem__):
+        held = list(run)
+        fill, start, length = colour(rank, schedule.world_size), held[0] * cell, len(held) * cell
+        yield _box(x + start, y - 10, length, 6, fill)
+        yield _box(x - 10, y + start, 6, length, fill)
+    for patch in schedule.patches():
+        yield from _patch(patch, x, y, cell, colour(patch.rank, schedule.world_size))
+
+
+def _patch(patch: Patch, x: float, y: float, cell: float, fill: str) -> Iterator[str]:
+    """One area with a number in it, or single cells with a number each."""
+    gap = min(1.0, cell / 8)
+    if not patch.solid:
+        for query, key in patch.pairs:
+            left, top = x + key * cell, y + query * cell
+            yield _box(left, top, cell - gap, cell - gap, fill)
+            yield from _number(left + cell / 2, top + cell / 2, patch.step, cell)
+        return
+    yield _area(patch, x, y, cell, gap, fill)
+    query, key, side = _largest_square(patch.pairs)
+    room = side * cell
+    yield from _number(x + key * cell + room / 2, y + query * cell + room / 2, patch.step, room)
+
+
+def _area(patch: Patch, x: float, y: float, cell: float, gap: float, fill: str) -> str:
+    """The outline of neighbouring rows, a little smaller than its cells."""
+    rows = [
+        (query, [key for _, key in row])
+        for query, row in groupby(patch.pairs, key=lambda pair: pair[0])
+    ]
+    left, right = [], []
+    for query, keys in rows:
+        top, bottom = (
+            y + query * cell,
+            y + (query + 1) * cell - (gap if query == rows[-1][0] else 0),
+        )
+        start, end = x + keys[0] * cell, x + (keys[-1] + 1) * cell - gap
+        left += [(start, top), (start, bottom)]
+        right += [(end, top), (end, bottom)]
+    corners = " ".join(f"{a:.5g},{b:.5g}" for a, b in [*right, *reversed(left)])
+    return f'<polygon points="{corners}" fill="{fill}"/>'
+
+
+def _largest_square(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    """First query, first key and side of the largest square; the lowest and leftmost of several."""
+    sides: dict[tuple[int, int], int] = {}  # of the square whose last corner is here
+    for query, key in pairs:
+        before = ((query - 1, key), (query, key - 1), (query - 1, key - 1))
+        sides[query, key] = 1 + min(sides.get(corner, 0) for corner in before)
+    query, key = max(sides, key=lambda corner: (sides[corner], corner[0], -corner[1]))
+    side = sides[query, key]
+    return query - side + 1, key - side + 1, side
+
+
+def _number(x: float, y: float, number: int, room: float) -> Iterator[str]:
+    size = min(15.0, room * 0.62 / (1 + 0.4 * (len(str(number)) - 1)))
+    if size >= 5:
+        yield _text(x, y + size * 0.36, str(number), size, "middle", 'fill="#fff"')
+
+
+def _timeline(schedule: Schedule, x: float, y: float, scale: float) -> Iterator[str]:
+    """A lane for each rank; a step begins when the busiest rank has ended the one before."""
+    yield _text(x, y - 10, "time →", 10)
+    for rank in range(schedule.world_size):
+        top, start = y + rank * _LANE, x
+        fill = colour(rank, schedule.world_size)
+        for step, time in enumerate(schedule.step_times):
+            work = schedule.turns[step][rank].pairs * scale
+            if time:
+                yield _box(start, top, time * scale, _LANE - 4, "url(#idle)", 'rx="2"')
+            if work:
+                yield _box(start, top, max(0.5, work - 1), _LANE - 4, fill, 'rx="2"')
+                yield from _number(start + work / 2, top + _LANE / 2 - 2, step, min(work, 18))
+            start += time * scale
+    bottom = y + schedule.world_size * _LANE + 14
+    time, tokens = sum(schedule.step_times), LONGER * len(schedule.owners())
+    share = f"{schedule.pairs} pairs in {schedule.world_size} × {time} slots of time"
+    longer = f"{percent(schedule.longer().busy, 1)} with {tokens:,} tokens"
+    yield _text(x, bottom, f"{percent(schedule.busy)} busy", 14, extra='font-weight="600"')
+    yield _text(x, bottom + 17, share, 11)
+    yield _text(x, bottom + 32, longer, 11)

@@ -1,0 +1,135 @@
+"""`rfa info`: versions, devices, and which kernels can run here, with every reason why not."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..kernels.base import Call, kernel_names, why_not
+from ..tiles import Mask
+from .verifying.answers import torch_dtype
+
+_PACKAGES = (
+    "ring-flash-attn",
+    "torch",
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "transformers",
+    "typer",
+    "rich",
+)
+_VARIABLES = "RFA_"
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that a result may depend on; what is not there is left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def devices() -> list[str]:
+    """The CPU and the GPUs, in words."""
+    cpu = platform.processor() or platform.machine()
+    found = [f"cpu: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        memory = gpu.total_memory / 2**30
+        found.append(
+            f"cuda:{index}: {gpu.name}, sm_{gpu.major}{gpu.minor}, "
+            f"{gpu.multi_processor_count} SMs, {memory:.0f} GiB"
+        )
+    return found
+
+
+def variables() -> dict[str, str]:
+    """Environment variables of this library that are set."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)}
+
+
+def default_device() -> str:
+    """ "cuda" where there is a GPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def kernel_reasons(device: str, dtype: str, headdim: int) -> dict[str, list[str]]:
+    """Each kernel's reasons why it cannot do a plain causal call; empty if it can."""
+    call = Call(
+        device=torch.device(device),
+        dtype=torch_dtype(dtype),
+        nheads=8,
+        nheads_k=8,
+        headdim=headdim,
+        headdim_v=headdim,
+        softmax_scale=headdim**-0.5,
+        mask=Mask.of(causal=True),
+    )
+    return {name: why_not(name, call) for name in kernel_names()}
+
+
+def info(
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the call that kernels are asked about.")
+    ] = "bfloat16",
+    headdim: Annotated[int, typer.Option(min=1, help="Of that call.")] = 128,
+) -> None:
+    """Show versions, devices, and which kernels can run here."""
+    device = device or default_device()
+    try:
+        reasons = kernel_reasons(device, dtype, headdim)
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console = Console(highlight=False)
+    console.print(_facts())
+    console.print(f"Kernels for a causal call in {dtype}, headdim {headdim}, on {device}:")
+    console.print(_kernels(reasons))
+    able = [name for name, why in reasons.items() if not why]
+    console.print(f"auto picks: [bold]{able[0] if able else 'nothing'}[/]")
+
+
+def _facts() -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for title, rows in (
+        ("versions", _pairs(versions())),
+        ("devices", iter(devices())),
+        ("variables", _pairs(variables())),
+    ):
+        table.add_row(f"[bold]{title}[/]", "\n".join(rows) or "none set")
+    return table
+
+
+def _pairs(values: dict[str, str]) -> Iterator[str]:
+    return (f"{name} {value}" for name, value in values.items())
+
+
+def _kernels(reasons: dict[str, list[str]]) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1))
+    for column in ("kernel", "can run", "why not"):
+        table.add_column(column)
+    for name, why in reasons.items():
+        table.add_row(name, "[red]no[/]" if why else "[green]yes[/]", "\n".join(why))
+    return table

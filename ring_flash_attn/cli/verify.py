@@ -1,0 +1,150 @@
+"""`rfa verify`: every public function on several ranks, both passes, against the oracle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..comm import launch
+from ..kernels.base import AUTO, check_kernel, kernel_names
+from ..layout import get_layout, layout_names
+from ..plan import check_route, route_names
+from .verifying.answers import torch_dtype
+from .verifying.cases import DTYPES, Case, Choice, make_cases
+from .verifying.checker import Result, check_all
+from .verifying.cut import cut_names
+from .verifying.questions import FEATURES, Size
+from .verifying.report import exit_code, print_report, write_json
+
+_SIZE = Size()
+_WIDTH = 150  # of the report where there is no terminal
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(help="Functions: names, patterns such as 'triton_*', or parts of names."),
+]
+
+
+def verify(
+    names: Names = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 4,
+    layout: Annotated[
+        list[str] | None, typer.Option(help=f"Only these: {', '.join(layout_names())}.")
+    ] = None,
+    route: Annotated[
+        list[str] | None, typer.Option(help=f"Only these: {', '.join(route_names())}.")
+    ] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(help=f"Each of these: {AUTO}, {', '.join(kernel_names())}.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Everything in each of these; by default a mixture.")
+    ] = None,
+    feature: Annotated[
+        list[str] | None, typer.Option(help=f"Only these: {', '.join(FEATURES)}.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    backend: Annotated[
+        str | None, typer.Option(help="gloo or nccl; by default nccl where each rank has a GPU.")
+    ] = None,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="All ranks in this process, without a group.")
+    ] = False,
+    batch: Annotated[int, typer.Option(min=1)] = _SIZE.batch,
+    seqlen: Annotated[int, typer.Option(min=1, help="Tokens, over all ranks.")] = _SIZE.seqlen,
+    nheads: Annotated[int, typer.Option(min=1)] = _SIZE.nheads,
+    nheads_k: Annotated[int, typer.Option(min=1)] = _SIZE.nheads_k,
+    headdim: Annotated[int, typer.Option(min=1)] = _SIZE.headdim,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that a rank may take for a case.")] = 300,
+    json: Annotated[
+        Path | None, typer.Option(help="Write every case, tensor and rank to this file.")
+    ] = None,
+    verbose: Annotated[
+        int, typer.Option("--verbose", "-v", count=True, help="-v: each case, -vv: each rank.")
+    ] = 0,
+) -> None:
+    """Check every public function, forward and backward, against softmax attention in fp64.
+
+    Shards are cut without the library's help, and the tolerance is measured: at most twice the
+    error of plain torch in the same dtype, plus rounding. Under torchrun the ranks are those that
+    it started. Exit code 1 if anything fails.
+    """
+    ranks = None if virtual else launch.torchrun_rank()
+    choice = Choice(
+        names=tuple(names or ()),
+        layouts=tuple(layout or ()),
+        routes=tuple(route or ()),
+        kernels=tuple(kernel or (AUTO,)),
+        dtypes=tuple(dtype or ()),
+        features=tuple(feature or ()),
+        world_size=ranks[1] if ranks else world_size,
+        device=device,
+        virtual=virtual,
+        seed=seed,
+        size=Size(batch, seqlen, nheads, nheads_k, headdim),
+    )
+    try:
+        _check(choice)
+        cases = make_cases(choice)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    speaks = ranks is None or ranks[0] == 0
+    console = _console(quiet=not speaks)
+    start = time.perf_counter()
+    results = _run(cases, choice, backend, timeout, console)
+    seconds = time.perf_counter() - start
+    print_report(console, results, verbose, seconds)
+    if json and speaks:
+        write_json(json, results, choice, seconds)
+    raise typer.Exit(exit_code(results))
+
+
+def _check(choice: Choice) -> None:
+    """ValueError for what there is not."""
+    for layout in choice.layouts or layout_names():
+        get_layout(layout)
+        if layout not in cut_names():
+            raise ValueError(f"verify cannot cut layout {layout!r} yet: teach cli/verifying/cut.py")
+    for route in choice.routes:
+        check_route(route)
+    for kernel in choice.kernels:
+        check_kernel(kernel)
+    for dtype in choice.dtypes:
+        torch_dtype(dtype)
+    for feature in choice.features:
+        if feature not in FEATURES:
+            raise ValueError(f"unknown feature {feature!r}; choose one of {', '.join(FEATURES)}")
+    if choice.device not in DTYPES:
+        raise ValueError(f"--device must be one of {', '.join(DTYPES)}, not {choice.device!r}")
+    if choice.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: there is no GPU that torch can use")
+    if choice.size.nheads % choice.size.nheads_k:
+        raise ValueError(f"--nheads must be a multiple of --nheads-k, {choice.size.nheads_k}")
+
+
+def _console(quiet: bool) -> Console:
+    console = Console(highlight=False, quiet=quiet)
+    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=_WIDTH)
+
+
+def _run(
+    cases: Sequence[Case], choice: Choice, backend: str | None, timeout: float, console: Console
+) -> list[Result]:
+    """All results, with a progress bar on a terminal."""
+    columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    results = []
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
+        task = progress.add_task("verify", total=len(cases))
+        for result in check_all(cases, choice, backend, timeout):
+            results.append(result)
+            progress.advance(task)
+    return results

@@ -1,0 +1,330 @@
+"""The command line: what it prints can be checked by hand, and verify notices what is wrong."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from ring_flash_attn.cli.app import app
+from ring_flash_attn.cli.verifying import checker
+from ring_flash_attn.cli.verifying.answers import answer, dropout_seed, torch_dtype
+from ring_flash_attn.cli.verifying.cases import Choice, function_names, make_cases
+from ring_flash_attn.cli.verifying.cut import cut, cut_names
+from ring_flash_attn.cli.verifying.measure import compare, limit_of
+from ring_flash_attn.comm import launch
+from ring_flash_attn.generate import FUNCTIONS
+from ring_flash_attn.kernels import base, reference
+from ring_flash_attn.kernels.base import kernel_names
+from ring_flash_attn.layout import layout_names
+from ring_flash_attn.plan import route_names
+
+
+def rfa(*arguments: str) -> Result:
+    """Run `rfa`; the output has no colours and is wide enough not to be wrapped."""
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
+
+
+# info
+
+
+def test_info_has_every_kernel_and_why_not() -> None:
+    result = rfa("info", "--device", "cpu")
+    assert result.exit_code == 0
+    for name in kernel_names():
+        assert name in result.output
+    assert f"torch {torch.__version__}" in result.output
+    assert "auto picks: reference" in result.output
+
+
+def test_info_shows_our_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RFA_CHECK", "values")
+    assert "RFA_CHECK values" in rfa("info").output
+
+
+# draw
+
+
+def test_draw_of_four_tokens_on_two_ranks() -> None:
+    result = rfa("draw", "contiguous", "--world-size", "2", "--seqlen", "4")
+    lines = [line.split() for line in result.output.splitlines()]
+    assert result.exit_code == 0
+    assert ["0011"] in lines
+    assert ["rank", "1", "2", "tokens:", "2–3"] in lines
+    assert ["0", "│", "0", "·", "·", "·"] in lines
+    assert ["0", "│", "0", "0", "·", "·"] in lines
+    assert ["1", "│", "1", "1", "0", "·"] in lines
+    assert ["1", "│", "1", "1", "0", "0"] in lines
+    assert "Pairs of each rank: 3, 7; together 10." in result.output
+    assert "all steps 7 pairs" in result.output  # 3 in step 0, 4 in step 1
+    assert "10 / (2 × 7) = 71.4 %" in result.output
+    # 256 tokens: 256 · 257 / 2 pairs, in steps of 128 · 129 / 2 and of 128² pairs
+    assert "with 256 tokens 66.8 %" in result.output
+    assert next(line for line in lines if "Q0·K0" in line)[-3:] == ["K0", "→", "1"]
+    assert next(line for line in lines if "Q1·K0" in line)[2] == "4"
+
+
+def test_draw_of_documents_a_window_and_the_way_back() -> None:
+    result = rfa("draw", "stripe", "--world-size", "2", "--cu-seqlens", "0,3,5", "--window", "0,0")
+    assert "5 tokens in 2 documents" in result.output
+    assert "01001" in result.output  # every document starts with rank 0
+    assert "Pairs of each rank: 3, 2; together 5." in result.output  # every query sees itself
+    backward = rfa("draw", "contiguous", "--world-size", "2", "--seqlen", "4", "--backward")
+    assert "dK0 → 0" in backward.output
+
+
+def test_draw_with_queries_that_travel() -> None:
+    output = rfa("draw", "zigzag", "--route", "query_ring").output
+    assert "the rank that holds the key computes" in output
+    assert "out1 → 1" in output
+
+
+@pytest.mark.parametrize("route", route_names())
+@pytest.mark.parametrize("layout", layout_names())
+def test_svg_is_well_formed_and_has_every_pair(layout: str, route: str, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    result = rfa(
+        "draw", layout, "--route", route, "--cu-seqlens", "0,7,7,16", "--svg", str(picture)
+    )
+    assert result.exit_code == 0
+    root = ElementTree.parse(picture).getroot()
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert f"{layout} × {route}" in texts
+    assert any(text.startswith(f"{7 * 8 // 2 + 9 * 10 // 2} pairs in 4 × ") for text in texts)
+
+
+def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) -> None:
+    rfa("draw", "contiguous", "zigzag", "stripe", "--svg", str(tmp_path / "schedules.svg"))
+    ours = Path(__file__).parent.parent / "docs" / "img" / "schedules.svg"
+    assert (tmp_path / "schedules.svg").read_text() == ours.read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("draw", "spiral"),
+        ("draw", "zigzag", "--route", "teleport"),
+        ("draw", "zigzag", "--cu-seqlens", "1,5"),
+        ("draw", "zigzag", "--window", "3"),
+        ("verify", "no_such_function"),
+        ("verify", "--feature", "magic"),
+        ("verify", "--dtype", "int8"),
+        ("verify", "--device", "abacus"),
+        ("verify", "--nheads", "3", "--nheads-k", "2"),
+        ("info", "--dtype", "int8"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...]) -> None:
+    result = rfa(*arguments)
+    assert result.exit_code == 2
+    assert arguments[-1] in result.output
+
+
+# verify
+
+
+def test_every_public_function_is_verified() -> None:
+    cases = make_cases(Choice())
+    assert {case.function for case in cases} == set(function_names())
+    assert set(function_names(prefixes=True)) == set(FUNCTIONS)
+    anywhere = {(c.layout, c.route) for c in cases if c.function == "ring_attention"}
+    assert anywhere == {(layout, route) for layout in layout_names() for route in route_names()}
+    assert set(cut_names()) >= set(layout_names())
+
+
+@pytest.mark.parametrize("layout", cut_names())
+def test_a_cut_gives_every_token_to_one_rank(layout: str) -> None:
+    shards = [cut(layout, (7, 0, 3, 12), rank, 3) for rank in range(3)]
+    assert sorted(token for shard in shards for token in shard) == list(range(22))
+
+
+def test_tolerance_is_twice_plain_torch_within_the_fence() -> None:
+    assert limit_of("out", torch.float64, plain=0.0, scale=3.0) == 3e-12
+    eps = torch.finfo(torch.float32).eps
+    assert limit_of("dq", torch.float32, plain=1e-6, scale=2.0) == 2e-6 + (2 + 8) * eps * 2
+    assert limit_of("out", torch.bfloat16, plain=1.0, scale=2.0) == 2e-2
+    assert limit_of("dq", torch.bfloat16, plain=1.0, scale=2.0) == 1e-1
+
+
+def test_infinities_have_to_agree_and_nan_never_passes() -> None:
+    want = torch.tensor([1.0, -torch.inf])
+
+    def passed(*got: float) -> bool:
+        numbers = {"dtype": torch.float32, "plain": 1e-6, "largest_value": 1.0, "scale": 1.0}
+        return compare("lse", 0, torch.tensor(got), want, **numbers).passed
+
+    assert passed(1.0, -torch.inf)
+    assert not passed(1.0, 0.0)
+    assert not passed(1.0, torch.inf)
+    assert not passed(torch.nan, -torch.inf)
+
+
+def test_a_rank_answers_for_its_own_part_of_the_sink_gradient() -> None:
+    (case, *_) = make_cases(Choice(names=("ring_flash_attn_func",), features=("sink",)))
+    device = torch.device("cpu")
+    total = sum(case.question.lengths_q)
+    parts = [answer(case.question, device, tuple(cut("stripe", (total,), r, 3))) for r in range(3)]
+    whole = answer(case.question, device).tensors["dsink"]
+    torch.testing.assert_close(sum(part.tensors["dsink"] for part in parts), whole)
+
+
+def test_the_expected_seed_is_the_one_that_the_library_draws() -> None:
+    torch.manual_seed(5)
+    assert dropout_seed(5) == int(torch.randint(1 << 62, (), dtype=torch.int64))
+
+
+def test_virtual_ranks_pass() -> None:
+    result = rfa("verify", "zigzag_ring_flash_attn_func", "flash_attn_varlen_func", "--virtual")
+    assert result.exit_code == 0, result.output
+    assert "zigzag × ring × reference" in result.output
+    assert "fail" not in result.output
+    for dtype in ("fp64", "fp32", "bf16"):
+        assert dtype in result.output
+
+
+class _Broken:
+    """The reference kernel with an error in dv."""
+
+    name = "broken"
+
+    def why_not(self, call: base.Call) -> list[str]:
+        return ["no sinks here"] if call.sink else []
+
+    def forward(self, *args: Any) -> None:
+        reference.KERNEL.forward(*args)
+
+    def backward(self, *args: Any) -> None:
+        reference.KERNEL.backward(*args)
+        args[6].dv.mul_(1 + 1e-6)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    module = types.ModuleType("broken_kernel")
+    module.KERNEL = _Broken()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "broken_kernel", module)
+    monkeypatch.setattr(base, "_ENTRIES", dict(base._ENTRIES))
+    base.register_kernel("broken", "broken_kernel")
+    yield "broken"
+    base.load_kernel.cache_clear()
+
+
+def test_a_wrong_kernel_is_found_and_its_tensor_named(broken: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = ("ring_attention", "--virtual", "--kernel", broken, "--layout", "zigzag")
+    choice = ("--route", "ring", "--feature", "causal", "--dtype", "float64")
+    result = rfa("verify", *arguments, *choice, "--json", str(report))
+    assert result.exit_code == 1
+    assert "dv on rank 0: largest error" in result.output
+    assert "dk on rank" not in result.output
+    for case in json.loads(report.read_text())["cases"]:
+        assert case["status"] == "fail"
+        assert {error["tensor"] for error in case["tensors"] if not error["passed"]} == {"dv"}
+
+
+def test_what_a_kernel_cannot_do_is_neither_right_nor_wrong(broken: str) -> None:
+    arguments = ("ring_flash_attn_func", "--virtual", "--kernel", broken, "--feature", "sink")
+    alone = rfa("verify", *arguments)
+    assert alone.exit_code == 1  # nothing was verified
+    assert "no sinks here" in alone.output
+    assert "1 cannot" in alone.output
+    beside = rfa("verify", *arguments, "--kernel", "reference")
+    assert beside.exit_code == 0, beside.output
+
+
+def test_two_processes_report_everything_as_json(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    names = ("stripe_flash_attn_varlen_kvpacked_func", "ring_flash_attn_func")
+    features = ("--feature", "causal", "--feature", "sink", "--feature", "dropout")
+    size = ("--world-size", "2", "--seqlen", "21", "--seed", "7", "--dtype", "float64")
+    result = rfa("verify", *names, *features, *size, "--json", str(report))
+    assert result.exit_code == 0, result.output
+    found = json.loads(report.read_text())
+    assert found["summary"] == {"pass": 6}
+    assert found["configuration"]["world_size"] == 2
+    assert found["versions"]["torch"] == torch.__version__
+    for case in found["cases"]:
+        assert case["function"] in names
+        assert sum(case["question"]["lengths_q"]) in (21, 22)
+        tensors = ["out", "lse", "dq", "dk", "dv"] + ["dsink"] * (case["feature"] == "sink")
+        pairs = [(error["tensor"], error["rank"]) for error in case["tensors"]]
+        assert pairs == [(tensor, rank) for rank in range(2) for tensor in tensors]
+        for error in case["tensors"]:
+            assert error["mean"] <= error["rmse"] <= error["max"] <= error["limit"]
+    assert torch_dtype(found["cases"][0]["question"]["dtype"]) is torch.float64
+
+
+# ranks that fail
+
+
+def fails_on_rank_1(rank: int, world_size: int) -> Iterator[int]:
+    yield rank
+    if rank == 1:
+        raise KeyError("a mistake on rank 1")
+    torch.distributed.recv(torch.zeros(1), src=1)
+    yield rank
+
+
+def sleeps_on_rank_1(rank: int, world_size: int) -> Iterator[int]:
+    time.sleep(60 * rank)
+    yield rank
+
+
+def test_a_rank_that_raises_ends_the_run_with_its_traceback() -> None:
+    run = launch.run_spawned(fails_on_rank_1, (), 2, "cpu", "gloo")
+    assert next(run) == [0, 1]
+    with pytest.raises(launch.RanksFailed, match=r"(?s)rank 1: Traceback.*a mistake on rank 1"):
+        next(run)
+
+
+def test_a_rank_that_hangs_is_named() -> None:
+    run = launch.run_spawned(sleeps_on_rank_1, (), 2, "cpu", "gloo", timeout=8)
+    with pytest.raises(launch.RanksFailed, match=r"no answer 1 from rank 1$"):
+        next(run)
+
+
+def crashes_in_full(rank: int, world_size: int, cases: Any, device: str) -> Iterator[Any]:
+    for case in cases:
+        if rank == 1 and case.feature == "full":
+            raise KeyError("a mistake on rank 1")
+        yield checker.Outcome("reference")
+
+
+def test_after_a_crash_the_rest_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "check_on_rank", crashes_in_full)
+    features = ("--feature", "causal", "--feature", "full", "--feature", "softcap")
+    result = rfa("verify", "ring_flash_attn_func", "--world-size", "2", *features)
+    assert result.exit_code == 1
+    assert "a mistake on rank 1" in result.output
+    assert "5 cases: 1 error, 4 pass" in result.output  # causal in three dtypes
+
+
+def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    result = rfa(
+        "verify", "zigzag_ring_flash_attn_func", "--feature", "causal", "--world-size", "9"
+    )
+    assert result.exit_code == 0, result.output
+    assert "3 pass" in result.output
+
+
+def test_without_typer_rfa_says_how_to_get_it() -> None:
+    code = "import sys; sys.modules['typer'] = None; from ring_flash_attn.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == 'rfa needs typer: pip install "ring-flash-attn[cli]"'
