@@ -1,0 +1,201 @@
+"""A simulator of plans that proves them: what each rank has, computes and sums up, pair by pair.
+
+A contribution is (query token, key token, KV head). It is born in a launch, lies in an accumulator
+of the rank that computed it, travels in RESULT transfers, and must end at its owner's home, once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
+
+from ring_flash_attn.layout import Sharding
+from ring_flash_attn.plan import Heads, Payload, Plan, Problem, Side, Transfer, Work, make_plan
+from ring_flash_attn.tiles import Tile
+
+Contribution = tuple[int, int, int]
+Parcel = tuple[Side, int, Heads]  # of whom, and which heads
+
+
+def plans_of(route: str, problem: Problem, backward: bool) -> list[Plan]:
+    """The plans of all ranks."""
+    return [make_plan(route, problem, rank, backward) for rank in range(problem.world_size)]
+
+
+def allowed(problem: Problem) -> set[Contribution]:
+    """Every pair that the mask allows, from the definition: positions aligned at the ends."""
+    found = set()
+    starts_q, starts_k = ([0, *accumulate(x)] for x in (problem.lengths_q, problem.lengths_k))
+    for document, (seqlen_q, seqlen_k) in enumerate(zip(problem.lengths_q, problem.lengths_k)):
+        for i in range(seqlen_q):
+            for j in range(seqlen_k):
+                if problem.mask.allows(j - (i + seqlen_k - seqlen_q)):
+                    pair = starts_q[document] + i, starts_k[document] + j
+                    found |= {(*pair, head) for head in range(problem.nheads_k)}
+    return found
+
+
+class Simulation:
+    """All ranks of a problem, taken through their plans in step.
+
+    Attributes:
+        computed: how often each contribution was computed.
+        home: for each (rank, side) what has arrived there, and how often.
+    """
+
+    def __init__(self, route: str, problem: Problem, backward: bool) -> None:
+        self.problem, self.backward = problem, backward
+        self.plans = plans_of(route, problem, backward)
+        ranks = range(problem.world_size)
+        self.tokens = {
+            (side, rank): Sharding(problem.layout, lengths, problem.world_size).tokens(rank)
+            for side, lengths in zip(Side, (problem.lengths_q, problem.lengths_k))
+            for rank in ranks
+        }
+        self.positions_q = self._query_positions()
+        self.computed: Counter[Contribution] = Counter()
+        self.home: dict[tuple[int, Side], Counter[Contribution]] = {
+            (rank, side): Counter() for rank in ranks for side in Side
+        }
+        self.there: list[set[Parcel]] = [set() for _ in ranks]  # inputs of others, by rank
+        self.sums: list[dict[Parcel, Counter[Contribution]]] = [{} for _ in ranks]
+        self.sent: set[tuple[int, Parcel]] = set()
+
+    def _query_positions(self) -> list[int]:
+        lengths = zip(self.problem.lengths_q, self.problem.lengths_k)
+        return [i + k - q for q, k in lengths for i in range(q)]
+
+    def run(self) -> None:
+        """Walk all plans; AssertionError where a rank uses what it does not have."""
+        lengths = {len(plan.steps) for plan in self.plans}
+        assert len(lengths) == 1, "every rank has as many steps"
+        for number in range(lengths.pop()):
+            under_way = self._post(number)
+            for plan in self.plans:
+                for work in plan.steps[number].work:
+                    self._launch(plan.rank, work)
+            for transfer, content in under_way:
+                self._arrive(transfer, content)
+        left = [(rank, parcel) for rank, sums in enumerate(self.sums) for parcel in sums]
+        assert not left, f"results that never went home: {left}"
+
+    def _post(self, number: int) -> list[tuple[Transfer, Counter[Contribution]]]:
+        """Take what is sent at the start of a step; both ends must have it in their plans."""
+        for a in self.plans:
+            for b in self.plans:
+                assert between(a, number, a.rank, b.rank) == between(b, number, a.rank, b.rank)
+        under_way = []
+        for plan in self.plans:
+            for transfer in plan.steps[number].transfers:
+                assert plan.rank in (transfer.source, transfer.target), "somebody else's message"
+                if transfer.source != plan.rank:
+                    continue
+                content: Counter[Contribution] = Counter()
+                if transfer.payload is Payload.RESULT:
+                    content = self._take(transfer)
+                elif transfer.owner != plan.rank:
+                    assert parcel_of(transfer) in self.there[plan.rank], f"{transfer}: not there"
+                under_way.append((transfer, content))
+        return under_way
+
+    def _take(self, transfer: Transfer) -> Counter[Contribution]:
+        parcel, rank = parcel_of(transfer), transfer.source
+        assert (rank, parcel) not in self.sent, f"{transfer}: sent twice"
+        self.sent.add((rank, parcel))
+        content = self.sums[rank].pop(parcel, Counter())
+        assert content, f"{transfer}: there is nothing to send"
+        return content
+
+    def _arrive(self, transfer: Transfer, content: Counter[Contribution]) -> None:
+        parcel = parcel_of(transfer)
+        if transfer.payload is Payload.INPUT:
+            self.there[transfer.target].add(parcel)
+        elif transfer.owner == transfer.target:
+            self.home[transfer.target, transfer.side].update(content)
+        else:
+            self.sums[transfer.target].setdefault(parcel, Counter()).update(content)
+
+    def _launch(self, rank: int, work: Work) -> None:
+        rows = {}
+        for side in Side:
+            owners = work.owners(side)
+            if owners != (rank,):  # otherwise our own shard is read in place
+                missing = {(side, o, work.heads) for o in owners} - self.there[rank]
+                assert not missing, f"rank {rank} launches without {missing}"
+            rows[side] = [(o, token) for o in owners for token in self.tokens[side, o]]
+        assert work.tiles, "an empty launch"
+        for tile in work.tiles:
+            self._check_spans(tile, rows)
+            for q, k in band(tile):
+                (query_rank, i), (key_rank, j) = rows[Side.QUERY][q], rows[Side.KEY][k]
+                new = [(i, j, head) for head in range(*work.heads)]
+                self.computed.update(new)
+                self._sum_up(rank, Side.QUERY, query_rank, work, new)
+                if self.backward:
+                    self._sum_up(rank, Side.KEY, key_rank, work, new)
+
+    def _check_spans(self, tile: Tile, rows: dict[Side, list[tuple[int, int]]]) -> None:
+        """The rows of a tile hold the tokens, at the positions, that its spans say."""
+        for side, span in ((Side.QUERY, tile.query), (Side.KEY, tile.key)):
+            for n in range(span.length):
+                _, token = rows[side][span.start + n]
+                assert token == span.index + span.stride * n
+                if side is Side.QUERY:
+                    assert self.positions_q[token] == span.position + span.stride * n
+
+    def _sum_up(
+        self, rank: int, side: Side, owner: int, work: Work, new: list[Contribution]
+    ) -> None:
+        if work.owners(side) == (rank,):
+            self.home[rank, side].update(new)
+            return
+        parcel = (side, owner, work.heads)
+        assert (rank, parcel) not in self.sent, "computed after its sum was sent"
+        self.sums[rank].setdefault(parcel, Counter()).update(new)
+
+
+def parcel_of(transfer: Transfer) -> Parcel:
+    """Whose shard, which side, which heads."""
+    return transfer.side, transfer.owner, transfer.heads
+
+
+def between(plan: Plan, number: int, source: int, target: int) -> list[Transfer]:
+    """Messages from one rank to another in a step, in the order of a plan."""
+    transfers = plan.steps[number].transfers
+    return [t for t in transfers if (t.source, t.target) == (source, target)]
+
+
+def band(tile: Tile) -> Iterator[tuple[int, int]]:
+    """Rows (query, key) of the pairs that a tile computes."""
+    for i in range(tile.query.length):
+        for j in range(tile.key.length):
+            if tile.low <= j - i <= tile.high:
+                yield tile.query.start + i, tile.key.start + j
+
+
+def useless_inputs(plans: list[Plan]) -> list[Transfer]:
+    """INPUT transfers after which the target neither launches with the shard nor passes it on."""
+    found = []
+    for plan in plans:
+        for number, step in enumerate(plan.steps):
+            later = plan.steps[number + 1 :]
+            used = {
+                (side, owner, work.heads)
+                for after in later
+                for work in after.work
+                for side in Side
+                for owner in work.owners(side)
+            }
+            used |= {
+                parcel_of(t)
+                for after in later
+                for t in after.transfers
+                if t.payload is Payload.INPUT and t.source == plan.rank
+            }
+            found += [
+                t
+                for t in step.transfers
+                if t.payload is Payload.INPUT and t.target == plan.rank and parcel_of(t) not in used
+            ]
+    return found

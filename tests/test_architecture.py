@@ -1,0 +1,213 @@
+"""Who imports whom: the arrows of docs/design.md, read from the source with ast."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ring_flash_attn
+
+PACKAGE = Path(ring_flash_attn.__file__).parent
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+PLAIN_DATA = ("layout", "tiles", "plan", "routes")
+HEAVY = (
+    "triton",
+    "cutlass",
+    "cuda",
+    "flash_attn",
+    "flash_attn_interface",
+    "transformers",
+    "typer",
+    "rich",
+    "pytest",
+    "hypothesis",
+)
+
+# What each part may import of the package, besides itself. Nothing imports upwards.
+DATA = {"layout", "tiles", "plan", "routes"}
+ENGINE = {*DATA, "kernels", "comm", "walk", "attention", "checks"}
+ALLOWED: dict[str, set[str]] = {
+    "layout": set(),
+    "tiles": {"layout"},
+    "plan": {"layout", "tiles"},
+    "routes": {"layout", "tiles", "plan"},
+    "kernels": {"layout", "tiles"},
+    "comm": set(),
+    "checks": set(),
+    "walk": {*DATA, "comm"},
+    "attention": {*DATA, "comm", "kernels", "walk"},
+    "llama3": {*DATA, "checks"},
+    "job": {*ENGINE, "llama3"},
+    "entry": {*ENGINE, "llama3", "job"},
+    "sharding": {*DATA, "comm", "checks"},
+    "virtual": {*ENGINE, "llama3", "job", "entry", "sharding"},
+    "signatures": {*ENGINE, "llama3", "job", "entry"},
+    "generate": {"checks", "signatures"},
+    "api": {"generate"},
+}
+BELOW = {*ALLOWED}
+ALLOWED["adapters"] = BELOW
+ALLOWED["cli"] = {*BELOW, "adapters", "bench"}
+ALLOWED["bench"] = BELOW
+ALLOWED["lab"] = {*BELOW, "bench"}
+ALLOWED["__init__"] = {*BELOW, "adapters"}
+
+
+def part_of(module: str) -> str:
+    """Return the top-level part of the package in which a module lies."""
+    return module.split(".", 1)[0] or "__init__"
+
+
+def imports(module: str) -> Iterator[tuple[str, int]]:
+    """Yield the full names that a module imports when it runs, with the line.
+
+    Imports inside of functions count; those under TYPE_CHECKING do not.
+    """
+    tree = ast.parse(MODULES[module].read_text())
+    hidden = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for child in ast.walk(statement)
+    }
+    is_package = MODULES[module].name == "__init__.py"
+    where = ["ring_flash_attn", *(module.split(".") if module != "__init__" else [])]
+    if not is_package:
+        where.pop()
+    for node in ast.walk(tree):
+        if node in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield name.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = where[: len(where) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for name in node.names:
+                yield f"{source}.{name.name}", node.lineno
+
+
+def outside(module: str) -> set[str]:
+    """Return the top-level packages that a module imports, other than this one."""
+    return {name.split(".")[0] for name, _ in imports(module)} - {"ring_flash_attn", "__future__"}
+
+
+def inside(module: str) -> set[str]:
+    """Return the modules of this package that a module imports, as keys of MODULES."""
+    found = set()
+    for name, _ in imports(module):
+        if name.split(".")[0] != "ring_flash_attn":
+            continue
+        rest = name.split(".")[1:]
+        while rest and ".".join(rest) not in MODULES:
+            rest.pop()  # the name of something in a module
+        found.add(".".join(rest) or "__init__")
+    return found
+
+
+def test_the_modules_are_found() -> None:
+    """Else everything below would pass for nothing."""
+    assert {"layout", "routes.ring", "kernels.reference", "comm.distributed"} <= set(MODULES)
+    assert inside("attention") >= {"comm", "kernels.base", "plan", "walk"}
+    assert "torch" in outside("comm.distributed")
+    assert {part_of(module) for module in MODULES} <= set(ALLOWED), "a new part needs its arrows"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if part_of(m) in PLAIN_DATA])
+def test_plain_data_imports_the_standard_library_only(module: str) -> None:
+    assert outside(module) <= set(sys.stdlib_module_names)
+    assert {part_of(name) for name in inside(module)} <= set(PLAIN_DATA)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_imports_upwards(module: str) -> None:
+    part = part_of(module)
+    above = {part_of(name) for name in inside(module)} - ALLOWED[part] - {part}
+    assert not above, f"{module} imports {above}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if part_of(m) != "comm"])
+def test_comm_alone_knows_torch_distributed(module: str) -> None:
+    found = [
+        (name, line)
+        for name, line in imports(module)
+        if name == "torch.distributed"
+        or name.startswith(("torch.distributed.", "torch.distributed"))
+    ]
+    text = MODULES[module].read_text()
+    used = [
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+    ]
+    assert (found, used) == ([], [])
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("kernels.")])
+def test_one_kernel_does_not_import_another(module: str) -> None:
+    """Kernels share `base`, `merge` and `dropout`; a kernel in a folder has its own files too."""
+    ours = module.split(".")[1]
+    shared = {"base", "merge", "dropout"}
+    others = {m.split(".")[1] for m in inside(module) if m.startswith("kernels.")}
+    assert others <= (shared if ours in shared else {*shared, ours})
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("routes.")])
+def test_a_route_knows_neither_layouts_nor_kernels(module: str) -> None:
+    assert {part_of(m) for m in inside(module)} <= {"plan", "routes", "tiles"}
+    names = ("contiguous", "zigzag", "stripe")
+    tree = ast.parse(MODULES[module].read_text())
+    constants = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+    assert not constants & {*names, *(f"flat_{name}" for name in names)}
+
+
+def test_the_oracle_shares_no_code() -> None:
+    assert inside("cli.oracle") == set()
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return the top-level packages in sys.modules of a fresh process."""
+    script = f"{statement}\nimport sys\nprint(*sorted({{n.split('.')[0] for n in sys.modules}}))"
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    return set(result.stdout.split())
+
+
+def test_import_loads_torch_and_nothing_heavy() -> None:
+    """Nothing but what `import torch, torch.distributed` loads, and the package itself."""
+    ours = loaded_by("import ring_flash_attn")
+    assert not ours & set(HEAVY)
+    torch_alone = loaded_by("import torch, torch.distributed")
+    extra = ours - torch_alone - set(sys.stdlib_module_names)
+    assert extra == {"ring_flash_attn"}
+
+
+@pytest.mark.parametrize("part", PLAIN_DATA)
+def test_plain_data_runs_without_torch(part: str) -> None:
+    """As files of an empty package, in a process that cannot import torch."""
+    statement = (
+        "import sys, types\n"
+        "sys.modules['torch'] = None\n"
+        "package = types.ModuleType('ring_flash_attn')\n"
+        f"package.__path__ = [{str(PACKAGE)!r}]\n"
+        "sys.modules['ring_flash_attn'] = package\n"
+        f"import ring_flash_attn.{part}"
+    )
+    assert "ring_flash_attn" in loaded_by(statement)
+
+
+def test_every_file_opens_with_a_sentence() -> None:
+    for module, path in MODULES.items():
+        doc = ast.get_docstring(ast.parse(path.read_text()))
+        assert doc, module
+        assert doc.split("\n\n")[0].rstrip().endswith((".", ":", "`", "?")), module

@@ -1,0 +1,577 @@
+"""What fails loudly: wrong arguments before anything is sent, and ranks that disagree."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import FUNCTIONS, extra_arguments, packed_inputs, sample_for
+from torch import Tensor
+
+import ring_flash_attn
+from ring_flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    llama3_flash_attn_prepare_cu_seqlens,
+    llama3_flash_attn_varlen_func,
+    ring_attention,
+    ring_flash_attn_func,
+    ring_flash_attn_varlen_func,
+    stripe_flash_attn_func,
+    stripe_flash_attn_varlen_func,
+    virtual_ring_attention,
+    zigzag_llama3_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_func,
+)
+from ring_flash_attn.comm import agreement, distributed
+from ring_flash_attn.layout import layout_names
+from ring_flash_attn.plan import route_names
+
+Q, K, V = torch.randn(2, 8, 4, 6), torch.randn(2, 8, 2, 6), torch.randn(2, 8, 2, 6)
+PQ, PK = torch.randn(12, 4, 6), torch.randn(12, 2, 6)
+CU = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+
+def attend(**changes: Any) -> Any:
+    """`flash_attn_func` on good arguments, but for `changes`."""
+    return flash_attn_func(**{"q": Q, "k": K, "v": V, **changes})
+
+
+def attend_packed(**changes: Any) -> Any:
+    """`flash_attn_varlen_func` on good arguments, but for `changes`."""
+    lengths = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 7, "max_seqlen_k": 7}
+    return flash_attn_varlen_func(**{"q": PQ, "k": PK, "v": PK, **lengths, **changes})
+
+
+def test_the_arguments_that_are_spoilt_below_are_good() -> None:
+    assert attend().shape == Q.shape
+    assert attend_packed().shape == PQ.shape
+
+
+META = torch.device("meta")
+# what is wrong: (changed arguments, words of the message)
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    "q of three dimensions": ({"q": Q[0]}, r"q must be \(batch.*\(8, 4, 6\)"),
+    "v of five dimensions": ({"v": V[None]}, r"v must be.*\(1, 2, 8, 2, 6\)"),
+    "integers": ({"q": Q.int(), "k": K.int(), "v": V.int()}, "floating point.*int32"),
+    "complex": ({"q": Q.cfloat(), "k": K.cfloat(), "v": V.cfloat()}, "complex64"),
+    "two dtypes": ({"k": K.double()}, "one dtype.*float32.*float64"),
+    "k elsewhere": ({"k": K.to(META)}, "one device.*cpu.*meta"),
+    "q elsewhere": ({"q": Q.to(META)}, "one device.*meta.*cpu"),
+    "k and v of two lengths": ({"v": V[:, :5]}, r"k and v.*\(2, 5, 2, 6\)"),
+    "k and v of two head counts": ({"v": V[:, :, :1]}, r"k and v.*\(2, 8, 1, 6\)"),
+    "two batch sizes": ({"q": Q[:1]}, r"batch.*\(1, 8, 4, 6\)"),
+    "two head dimensions": ({"q": Q[..., :5]}, r"head dimension.*\(2, 8, 4, 5\)"),
+    "head counts": ({"q": Q[:, :, :3]}, "multiple.*3.*2"),
+    "fewer query heads": ({"q": Q[:, :, :1]}, "multiple.*1.*2"),
+    "no heads": ({"q": Q[:, :, :0]}, r"must not be 0.*\(2, 8, 0, 6\)"),
+    "no head dimension": ({"q": Q[..., :0], "k": K[..., :0]}, "must not be 0"),
+    "no batch": ({"q": Q[:0], "k": K[:0], "v": V[:0]}, "must not be 0"),
+    "dropout_p of 1": ({"dropout_p": 1.0}, "dropout_p.*1.0"),
+    "dropout_p below 0": ({"dropout_p": -0.1}, "dropout_p.*-0.1"),
+    "dropout_p is no number": ({"dropout_p": float("nan")}, "dropout_p.*nan"),
+    "one-sided window": ({"window_size": (3,)}, r"window_size.*\(3,\)"),
+    "window as a number": ({"window_size": 3}, "window_size.*3"),
+    "window below -1": ({"window_size": (-2, 0)}, r"window_size.*\(-2, 0\)"),
+    "window of floats": ({"window_size": (1.5, 2)}, "window_size.*1.5"),
+    "softcap below 0": ({"softcap": -1.0}, "softcap.*-1.0"),
+    "softcap is no number": ({"softcap": float("nan")}, "softcap.*nan"),
+    "endless softcap": ({"softcap": float("inf")}, "softcap.*inf"),
+    "scale is no number": ({"softmax_scale": float("nan")}, "softmax_scale.*nan"),
+    "endless scale": ({"softmax_scale": float("inf")}, "softmax_scale.*inf"),
+    "alibi of other heads": ({"alibi_slopes": torch.rand(3)}, r"alibi_slopes.*\(3,\)"),
+    "alibi of other batch": ({"alibi_slopes": torch.rand(3, 4)}, r"alibi_slopes.*\(3, 4\)"),
+    "alibi elsewhere": ({"alibi_slopes": torch.rand(4, device=META)}, "alibi_slopes.*meta"),
+    "alibi with gradient": ({"alibi_slopes": torch.rand(4).requires_grad_()}, "alibi_slopes"),
+    "sink of other heads": ({"sink": torch.rand(2)}, r"sink.*\(2,\)"),
+    "sink of integers": ({"sink": torch.ones(4).int()}, "sink.*int32"),
+    "sink elsewhere": ({"sink": torch.rand(4, device=META)}, "sink.*meta"),
+    "unknown kernel": ({"kernel": "abacus"}, "kernel 'abacus'.*reference"),
+}
+DOCUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "does not start at 0": ({"cu_seqlens_q": CU + 1}, "cu_seqlens_q must start at 0.*1"),
+    "decreases": ({"cu_seqlens_k": torch.tensor([0, 9, 5, 12])}, "cu_seqlens_k.*9 to 5"),
+    "wrong total of q": ({"q": PQ[:11]}, "cu_seqlens_q ends at 12.*11"),
+    "wrong total of k": ({"k": PK[:10], "v": PK[:10]}, "cu_seqlens_k ends at 12.*10"),
+    "floats": ({"cu_seqlens_q": CU.float()}, "cu_seqlens_q.*float32"),
+    "int16": ({"cu_seqlens_q": CU.short()}, "cu_seqlens_q.*int16"),
+    "two dimensions": ({"cu_seqlens_q": CU[None]}, r"cu_seqlens_q.*\(1, 3\)"),
+    "one entry": ({"cu_seqlens_q": CU[:1]}, r"cu_seqlens_q.*\[0\]"),
+    "on another device": ({"cu_seqlens_q": CU.to(META)}, "cu_seqlens_q is on meta.*cpu"),
+    "k's on another device": ({"cu_seqlens_k": CU.to(META)}, "cu_seqlens_k is on meta.*cpu"),
+    "other number": ({"cu_seqlens_k": torch.tensor([0, 3, 5, 12])}, "2 documents.*3"),
+    "max_seqlen_q too small": ({"max_seqlen_q": 6}, "max_seqlen_q = 6.*7"),
+    "max_seqlen_k too small": ({"max_seqlen_k": 6}, "max_seqlen_k = 6.*7"),
+    "a batch": ({"q": Q}, r"q must be \(total.*\(2, 8, 4, 6\)"),
+    "alibi of a batch": ({"alibi_slopes": torch.rand(2, 4)}, r"alibi_slopes.*\(2, 4\)"),
+}
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_wrong_arguments(what: str) -> None:
+    changes, words = TENSORS[what]
+    with pytest.raises(ValueError, match=words):
+        attend(**changes)
+
+
+@pytest.mark.parametrize("what", DOCUMENTS)
+def test_wrong_documents(what: str) -> None:
+    changes, words = DOCUMENTS[what]
+    with pytest.raises(ValueError, match=words):
+        attend_packed(**changes)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes", "sink"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_not_a_tensor(name: str, autocast: bool) -> None:
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        pytest.raises(TypeError, match=f"{name} must be a tensor, not list"),
+    ):
+        attend(**{name: [1.0]})
+
+
+def test_packed_tensors_of_other_shapes() -> None:
+    with pytest.raises(ValueError, match=r"kv must be.*2, nheads.*\(2, 8, 3, 2, 6\)"):
+        flash_attn_kvpacked_func(Q, torch.randn(2, 8, 3, 2, 6))
+    with pytest.raises(ValueError, match=r"qkv must be.*3, nheads.*\(2, 8, 4, 6\)"):
+        flash_attn_qkvpacked_func(Q)
+    with pytest.raises(ValueError, match=r"qkv must be \(total, 3.*\(2, 8, 3, 4, 6\)"):
+        flash_attn_varlen_qkvpacked_func(torch.randn(2, 8, 3, 4, 6), CU, 7)
+    with pytest.raises(TypeError, match="qkv must be a tensor, not NoneType"):
+        flash_attn_qkvpacked_func(None)
+
+
+def test_block_table_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="block_table"):
+        attend_packed(block_table=torch.zeros(1, 1, dtype=torch.int32))
+
+
+VIRTUAL: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown layout": ({"layout": "spiral"}, "layout 'spiral'.*" + ".*".join(layout_names())),
+    "unknown route": ({"route": "pigeon"}, "route 'pigeon'.*" + ".*".join(route_names())),
+    "stride that does not divide": (
+        {"route": "all_gather", "heads_k_stride": 3},
+        "heads_k_stride = 3 must divide the 2 KV heads",
+    ),
+    "stride of 0": ({"route": "all_gather", "heads_k_stride": 0}, "heads_k_stride = 0"),
+    "stride on another route": ({"heads_k_stride": 1}, "heads_k_stride = 1.*'ring'"),
+    "no ranks": ({"world_size": 0}, "world_size.*0"),
+    "half a rank": ({"world_size": 1.5}, "world_size.*1.5"),
+}
+
+
+@pytest.mark.parametrize("what", VIRTUAL)
+def test_wrong_points(what: str) -> None:
+    changes, words = VIRTUAL[what]
+    with pytest.raises(ValueError, match=words):
+        virtual_ring_attention(
+            Q, K, V, **{"world_size": 2, "layout": "zigzag", "route": "ring", **changes}
+        )
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FUNCTIONS if "ring_" in name or "llama3" in name]
+)
+def test_without_torch_distributed(name: str) -> None:
+    sample = sample_for(name)
+    inputs = packed_inputs(FUNCTIONS[name][1], sample)
+    with pytest.raises(ValueError, match=r"not initialised.*flash_attn_func"):
+        getattr(ring_flash_attn, name)(*inputs, **extra_arguments(name, sample, 0, 1))
+
+
+def test_prepare_cu_seqlens() -> None:
+    for cu, rank, world_size, words in (
+        (CU, 0, 5, "ends at 12.*5 ranks"),
+        (CU, 4, 4, "rank = 4"),
+        (CU, -1, 4, "rank = -1"),
+        (CU + 1, 0, 4, "start at 0"),
+        (torch.tensor([0, 0]), 0, 2, "ends at 0"),
+        (CU.float(), 0, 4, "float32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, world_size)
+
+
+# On a group: nothing is sent before the error.
+
+
+@contextmanager
+def nothing_sent() -> Iterator[None]:
+    """AssertionError where anything is posted to the store or sent to another rank."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something was sent")
+
+    places = [
+        (agreement, "_exchange"),
+        (distributed.DistributedTransport, "post"),
+        (distributed.dist, "broadcast"),
+    ]
+    before = [getattr(*place) for place in places]
+    for place in places:
+        setattr(*place, refuse)
+    try:
+        yield
+    finally:
+        for place, original in zip(places, before):
+            setattr(*place, original)
+
+
+def wrong_on_a_group(rank: int, n: int) -> list[str]:
+    """Make every wrong call on every rank; return what did not go as it should."""
+    q, k, v, p, pk = (x.clone() for x in (Q, K, V, PQ, PK))
+    cu = torch.tensor([0, 4 * n, 12 * n], dtype=torch.int32)
+    prepared = llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, n)
+    cu_q, cu_k, max_q, max_k, at = prepared
+    outsider = dist.new_group([0, 1])
+    point: dict[str, Any] = {"layout": "zigzag", "route": "ring"}
+    llama3: Callable[..., Any] = llama3_flash_attn_varlen_func
+    calls: list[tuple[str, Callable[[], Any], str]] = [
+        ("shape", lambda: ring_flash_attn_func(q[0], k, v), "q must be"),
+        ("dtype", lambda: zigzag_ring_flash_attn_func(q, k.half(), v), "one dtype.*float16"),
+        ("heads", lambda: stripe_flash_attn_func(q[:, :, :3], k, v), "multiple.*3.*2"),
+        ("device", lambda: ring_flash_attn_func(q, k.to("meta"), v), "one device.*meta"),
+        ("dropout", lambda: ring_flash_attn_func(q, k, v, 1.5), "dropout_p.*1.5"),
+        ("sink", lambda: ring_flash_attn_func(q, k, v, sink=torch.rand(3)), r"sink.*\(3,\)"),
+        ("kernel", lambda: ring_flash_attn_func(q, k, v, kernel="abacus"), "kernel 'abacus'"),
+        ("layout", lambda: ring_attention(q, k, v, layout="x", route="ring"), "layout 'x'"),
+        ("route", lambda: ring_attention(q, k, v, layout="zigzag", route="x"), "route 'x'"),
+        (
+            "total of the shard",
+            lambda: ring_flash_attn_varlen_func(p, pk, pk, torch.tensor([0, 5, 11]), 6),
+            "cu_seqlens ends at 11.*12",
+        ),
+        (
+            "max_seqlen",
+            lambda: ring_flash_attn_varlen_func(p, pk, pk, CU, 6),
+            "max_seqlen = 6.*7",
+        ),
+        (
+            "decreasing",
+            lambda: ring_flash_attn_varlen_func(p, pk, pk, torch.tensor([0, 7, 5, 12]), 7),
+            "7 to 5",
+        ),
+        (
+            "more keys",
+            lambda: ring_flash_attn_varlen_func(p, torch.cat([pk, pk]), torch.cat([pk, pk]), CU, 7),
+            "cu_seqlens ends at 12.*24",
+        ),
+        (
+            "size of the shard",
+            lambda: stripe_flash_attn_varlen_func(p[:-1], pk, pk, cu, 8 * n),
+            rf"rank {rank} of {n} holds 12 tokens.*'stripe'.*q has 11",
+        ),
+        (
+            "size of the shard's keys",
+            lambda: ring_attention(p, pk[:-1], pk[:-1], cu_seqlens=cu, **point),
+            rf"rank {rank} of {n} holds 12 tokens.*'zigzag'.*k has 11",
+        ),
+        (
+            "size of the shard of a batch",
+            lambda: ring_attention(q, k, v, seqlen=8 * n + 6 * n, **point),
+            rf"rank {rank} of {n} holds 14 tokens.*q has 8",
+        ),
+        (
+            "global max_seqlen",
+            lambda: stripe_flash_attn_varlen_func(p, pk, pk, cu, 8 * n - 1),
+            f"max_seqlen = {8 * n - 1}.*{8 * n}",
+        ),
+        (
+            "stride",
+            lambda: zigzag_llama3_flash_attn_varlen_func(p, pk, pk, cu, 3),
+            "heads_k_stride = 3",
+        ),
+        ("stride of llama3", lambda: llama3(p, pk, pk, *prepared[:4], 3, at), "heads_k_stride = 3"),
+        (
+            "slice of another size",
+            lambda: llama3(p, pk, pk, cu_q, cu_k, max_q, max_k, 1, slice(at.start, at.stop - 1)),
+            "local_k_slice.*cu_seqlens_k ends at",
+        ),
+        (
+            "slice with steps",
+            lambda: llama3(p, pk, pk, cu_q, cu_k, max_q, max_k, 1, slice(None, None, 2)),
+            "local_k_slice.*steps of 2",
+        ),
+        (
+            "max_seqlen_q",
+            lambda: llama3(p, pk, pk, cu_q, cu_k, 1, max_k, 1, at),
+            "max_seqlen_q = 1",
+        ),
+        (
+            "cu_seqlens_q",
+            lambda: llama3(p[1:], pk, pk, *prepared[:4], 1, at),
+            "cu_seqlens_q ends at 12.*11",
+        ),
+        (
+            "cu_seqlens_k alone",
+            lambda: ring_attention(q, k, v, cu_seqlens_k=cu, **point),
+            "cu_seqlens_k",
+        ),
+        (
+            "seqlen of documents",
+            lambda: ring_attention(p, pk, pk, cu_seqlens=cu, seqlen=12, **point),
+            "seqlen",
+        ),
+        ("group", lambda: ring_flash_attn_func(q, k, v, group="world"), "ProcessGroup.*str"),
+    ]
+    if rank == 2:
+        calls.append(
+            ("outsider", lambda: ring_flash_attn_func(q, k, v, group=outsider), "rank 2 is not")
+        )
+    with nothing_sent():
+        return [problem for each in calls for problem in [what_went_wrong(*each)] if problem]
+
+
+def what_went_wrong(what: str, call: Callable[[], Any], words: str) -> str | None:
+    """None if the call raises a ValueError with these words."""
+    try:
+        call()
+    except ValueError as error:
+        return None if re.search(words, str(error)) else f"{what}: {error}"
+    except Exception as error:
+        return f"{what}: {type(error).__name__}: {error}"
+    return f"{what}: no error"
+
+
+def test_wrong_calls_on_a_group_send_nothing(ranks: Any) -> None:
+    for problems in ranks(3).run(wrong_on_a_group):
+        assert not problems, "\n".join(problems)
+
+
+# Ranks that disagree.
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """The message of a ValueError; AssertionError otherwise."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def tensors(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v of one shape."""
+    return [torch.randn(shape, dtype=dtype) for _ in range(3)]
+
+
+def disagree(rank: int, n: int) -> dict[str, str]:
+    """Rank 1 does something else, one thing at a time; then everybody does the same."""
+    group = dist.new_group(list(range(n)))
+    odd = rank == 1
+    x = tensors(1, 8, 4, 8)
+    cu = torch.tensor([0, 2, 8])
+    grads = [t.clone().requires_grad_(odd) for t in x]
+    calls: dict[str, Callable[[], Any]] = {
+        "seqlen_q": lambda: ring_flash_attn_func(*tensors(1, 6 if odd else 8, 4, 8), group=group),
+        "batch": lambda: ring_flash_attn_func(*tensors(2 if odd else 1, 8, 4, 8), group=group),
+        "nheads": lambda: ring_flash_attn_func(*tensors(1, 8, 2 if odd else 4, 8), group=group),
+        "headdim": lambda: ring_flash_attn_func(*tensors(1, 8, 4, 6 if odd else 8), group=group),
+        "dtype": lambda: ring_flash_attn_func(
+            *tensors(1, 8, 4, 8, dtype=torch.bfloat16 if odd else torch.float16), group=group
+        ),
+        "mask": lambda: ring_flash_attn_func(*x, causal=odd, group=group),
+        "window": lambda: ring_flash_attn_func(*x, window_size=(3, rank), group=group),
+        "softmax_scale": lambda: ring_flash_attn_func(*x, softmax_scale=1.0 + odd, group=group),
+        "softcap": lambda: ring_flash_attn_func(*x, softcap=float(odd), group=group),
+        "dropout_p": lambda: ring_flash_attn_func(*x, 0.1 + 0.1 * odd, group=group),
+        "sink": lambda: ring_flash_attn_func(*x, sink=torch.ones(4) if odd else None, group=group),
+        "alibi_slopes": lambda: ring_flash_attn_func(
+            *x, alibi_slopes=torch.ones(4) if odd else None, group=group
+        ),
+        "deterministic": lambda: ring_flash_attn_func(*x, deterministic=odd, group=group),
+        "gradients": lambda: ring_flash_attn_func(*grads, group=group),
+        "layout": lambda: (stripe_flash_attn_func if odd else zigzag_ring_flash_attn_func)(
+            *x, group=group
+        ),
+        "route": lambda: ring_attention(
+            *x, layout="zigzag", route="ring" if odd else "all_gather", group=group
+        ),
+        "form": lambda: (
+            ring_flash_attn_varlen_func(*(t[0] for t in x), cu, 6, group=group)
+            if odd
+            else ring_flash_attn_func(*x, group=group)
+        ),
+    }
+    said = {what: error_of(call) for what, call in calls.items()}
+    ring_flash_attn_func(*x, group=group)
+    return said
+
+
+def test_ranks_that_disagree_all_get_an_error(ranks: Any) -> None:
+    """Within seconds, and each says who has what."""
+    started = time.perf_counter()
+    said = ranks(3).run(disagree)
+    assert time.perf_counter() - started < 40, "as long as nobody waits for the other's 60 s"
+    assert said[0] == said[1] == said[2], "the same words everywhere"
+    ways = {
+        "seqlen_q": ["seqlen_q = [24] on ranks 0, 2", "seqlen_q = [18] on rank 1"],
+        "batch": ["batch = 1 on ranks 0, 2", "batch = 2 on rank 1"],
+        "nheads": ["nheads_k = [4, 4] on ranks 0, 2", "nheads_k = [2, 2] on rank 1"],
+        "headdim": ["[8, 8] on ranks 0, 2", "[6, 6] on rank 1"],
+        "dtype": ['"torch.float16" on ranks 0, 2', '"torch.bfloat16" on rank 1'],
+        "mask": ["[null, null] on ranks 0, 2", "[null, 0] on rank 1"],
+        "window": ["[3, 0] on rank 0", "[3, 1] on rank 1", "[3, 2] on rank 2"],
+        "softmax_scale": ["softmax_scale = 1.0 on ranks 0, 2", "softmax_scale = 2.0 on rank 1"],
+        "softcap": ["softcap = 0.0 on ranks 0, 2", "softcap = 1.0 on rank 1"],
+        "dropout_p": ["dropout_p = 0.1 on ranks 0, 2", "dropout_p = 0.2 on rank 1"],
+        "sink": ["sink = false on ranks 0, 2", "sink = true on rank 1"],
+        "alibi_slopes": ["alibi_slopes = null on ranks 0, 2", "alibi_slopes = [4] on rank 1"],
+        "deterministic": ["deterministic = false on ranks 0, 2", "deterministic = true on rank 1"],
+        "gradients": ["gradients = false on ranks 0, 2", "gradients = true on rank 1"],
+        "layout": ['layout = "zigzag" on ranks 0, 2', 'layout = "stripe" on rank 1'],
+        "route": ['route = "all_gather" on ranks 0, 2', 'route = "ring" on rank 1'],
+        "form": ["batch = 1 on ranks 0, 2", "batch = null on rank 1", "documents = 2 on rank 1"],
+    }
+    assert set(ways) == set(said[0])
+    for what, words in ways.items():
+        for each in words:
+            assert each in said[0][what], said[0][what]
+        unrelated = {"softcap", "layout", "dtype"} - {what}
+        if what != "form":
+            assert not any(f"{field} =" in said[0][what] for field in unrelated), "only differences"
+
+
+@contextmanager
+def store_of(kind: str, port: int, rank: int, n: int) -> Iterator[None]:
+    """The group's store is of some kind: the pool's own, in a file, or one over TCP."""
+    if kind == "file":
+        yield
+        return
+    store = dist.TCPStore("127.0.0.1", port, n, is_master=rank == 0)
+    original = dist.distributed_c10d._get_process_group_store
+    dist.distributed_c10d._get_process_group_store = lambda group: store
+    try:
+        yield
+        dist.barrier()  # the master must not go before the others have read
+    finally:
+        dist.distributed_c10d._get_process_group_store = original
+
+
+def known_here_new_there(rank: int, n: int, kind: str, port: int) -> tuple[str, float]:
+    """Rank 0 makes a new call while the others repeat a known one."""
+    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=5))
+    x = tensors(1, 4, 2, 8)
+    patience = agreement.PATIENCE
+    with store_of(kind, port, rank, n):
+        ring_flash_attn_func(*x, group=group)
+        agreement.PATIENCE = timedelta(seconds=2)
+        started = time.perf_counter()
+        try:
+            ring_flash_attn_func(*x, causal=rank == 0, group=group)
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}", time.perf_counter() - started
+        finally:
+            agreement.PATIENCE = patience
+    raise AssertionError("no error")
+
+
+def free_port() -> int:
+    """A port that nobody listens to."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_call_that_only_one_rank_knows(ranks: Any, kind: str) -> None:
+    """The rank that is new to it learns who posted what and who posted nothing, and nobody hangs.
+
+    The others are in the call by then; they get the group's own time-out.
+    """
+    first, *others = ranks(3).run(known_here_new_there, kind, free_port())
+    message, seconds = first
+    assert message.startswith("ValueError"), message
+    assert "rank 0 posted {" in message
+    assert '"mask (left, right)": [null, 0]' in message
+    assert "ranks 1, 2 posted nothing within 2 s" in message
+    assert seconds < 10
+    for message, seconds in others:
+        assert message.startswith("RuntimeError")
+        assert seconds < 30
+
+
+def failed_before(rank: int, n: int) -> str:
+    """Rank 2's own arguments are wrong, so that it never posts anything."""
+    group = dist.new_group(list(range(n)))
+    patience = agreement.PATIENCE
+    agreement.PATIENCE = timedelta(seconds=1)
+    x = tensors(1, 4, 2, 8)
+    try:
+        return error_of(lambda: ring_flash_attn_func(*x, -1.0 if rank == 2 else 0.0, group=group))
+    finally:
+        agreement.PATIENCE = patience
+
+
+def test_a_rank_that_failed_before_is_named(ranks: Any) -> None:
+    messages = ranks(3).run(failed_before)
+    assert "dropout_p" in messages[2]
+    for message in messages[:2]:
+        assert "rank 2 posted nothing within 1 s" in message
+        assert "ranks 0, 1 posted {" in message
+
+
+def cached(rank: int, n: int) -> tuple[int, int, int]:
+    """Rounds over the store after a call, after the same call again, and after a new one."""
+    group = dist.new_group(list(range(n)))
+    rounds = []
+    for causal in (False, False, True):
+        x = tensors(1, 4, 2, 8)  # new tensors and new values are the same call
+        ring_flash_attn_func(*x, causal=causal, group=group)
+        rounds.append(agreement._known[group].rounds)
+    return rounds[0], rounds[1], rounds[2]
+
+
+def test_a_known_call_costs_nothing(ranks: Any) -> None:
+    assert ranks(2).run(cached) == [(1, 1, 2)] * 2
+
+
+def with_mode(rank: int, n: int, mode: str, call: str) -> str:
+    """What a call says under RFA_CHECK=mode; "" if nothing."""
+    group = dist.new_group(list(range(n)))
+    x = tensors(8, 2, 4)
+    lengths = {
+        "other documents": torch.tensor([0, 2 + 2 * rank, 8]),
+        "same documents": torch.tensor([0, 3, 8]),
+        "other scale": torch.tensor([0, 3, 8]),
+    }[call]
+    scale = 1.0 + rank if call == "other scale" else 1.0
+    os.environ["RFA_CHECK"] = mode
+    try:
+        ring_flash_attn_varlen_func(*x, lengths, 8, softmax_scale=scale, group=group)
+    except ValueError as error:
+        return str(error)
+    finally:
+        del os.environ["RFA_CHECK"]
+    return ""
+
+
+def test_the_check_can_be_turned_off(ranks: Any) -> None:
+    assert ranks(2).run(with_mode, "off", "other scale") == ["", ""]
+    assert all("softmax_scale" in said for said in ranks(2).run(with_mode, "on", "other scale"))
+
+
+def test_the_check_can_compare_documents(ranks: Any) -> None:
+    assert ranks(2).run(with_mode, "on", "other documents") == ["", ""]
+    for said in ranks(2).run(with_mode, "values", "other documents"):
+        assert re.search(r"cu_seqlens = .* on rank 0", said)
+        assert re.search(r"cu_seqlens = .* on rank 1", said)
+    assert ranks(2).run(with_mode, "values", "same documents") == ["", ""]
+
+
+def test_an_unknown_mode_is_an_error(ranks: Any) -> None:
+    for said in ranks(2).run(with_mode, "maybe", "same documents"):
+        assert re.search("RFA_CHECK='maybe'.*off.*on.*values", said)

@@ -1,0 +1,199 @@
+"""shard, unshard and position_ids: what users otherwise write by hand."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import held_of
+from hypothesis import given, settings
+from strategies import document_lengths, world_sizes
+
+from ring_flash_attn import position_ids, shard, unshard
+from ring_flash_attn.layout import layout_names
+
+CU_SEQLENS = [0, 7, 7, 8, 21]
+
+
+@pytest.mark.parametrize("layout", layout_names())
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_shards_are_what_slicing_gives(layout: str, world_size: int) -> None:
+    batch, packed = torch.randn(2, 13, 3), torch.randn(21, 2, 4)
+    for rank in range(world_size):
+        who: dict[str, int] = {"rank": rank, "world_size": world_size}
+        tokens = held_of(layout, None, 13, rank, world_size)
+        assert torch.equal(shard(batch, layout, **who), batch[:, tokens])
+        tokens = held_of(layout, CU_SEQLENS, 21, rank, world_size)
+        for cu_seqlens in (CU_SEQLENS, torch.tensor(CU_SEQLENS)):
+            assert torch.equal(shard(packed, layout, cu_seqlens=cu_seqlens, **who), packed[tokens])
+
+
+@pytest.mark.parametrize("layout", layout_names())
+@given(lengths=document_lengths, world_size=world_sizes)
+@settings(max_examples=30, deadline=None)
+def test_unshard_is_the_inverse(layout: str, lengths: tuple[int, ...], world_size: int) -> None:
+    """Packed along the first dimension, a batch along the second, any dtype."""
+    cu_seqlens, total = [0, *accumulate(lengths)], sum(lengths)
+    labels = torch.arange(total)
+    everyone = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
+    parts = [shard(labels, layout, cu_seqlens=cu_seqlens, **who) for who in everyone]
+    assert sum(len(part) for part in parts) == total
+    assert torch.equal(unshard(parts, layout, cu_seqlens=cu_seqlens), labels)
+    weights = torch.randn(2, total, 3)
+    parts = [shard(weights, layout, **who) for who in everyone]
+    assert torch.equal(unshard(parts, layout), weights)
+
+
+@pytest.mark.parametrize("layout", layout_names())
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_any_dimension(layout: str, dim: int) -> None:
+    x = torch.randn(11, 11, 11)
+    parts = [shard(x, layout, dim=dim, rank=rank, world_size=4) for rank in range(4)]
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, x.index_select(dim, held_of(layout, None, 11, rank, 4)))
+    assert torch.equal(unshard(parts, layout, dim=dim), x)
+
+
+def test_labels_of_one_dimension() -> None:
+    labels = torch.tensor([5, 6, 7, 8, 9])
+    assert shard(labels, "stripe", dim=0, rank=1, world_size=2).tolist() == [6, 8]
+    assert shard(labels, "zigzag", cu_seqlens=[0, 5], rank=0, world_size=2).tolist() == [5, 8, 9]
+
+
+def test_zigzag_positions_by_hand() -> None:
+    """16 tokens on 2 ranks: parts 0 and 3, and parts 1 and 2, of four."""
+    expected = [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]
+    for rank in range(2):
+        found = position_ids("zigzag", seqlen=16, rank=rank, world_size=2)
+        assert found.dtype is torch.int64
+        assert found.tolist() == expected[rank]
+
+
+def test_packed_positions_by_hand() -> None:
+    """Documents of 4 and 8 tokens: positions start again in every document."""
+    cu_seqlens = torch.tensor([0, 4, 12], dtype=torch.int32)
+    expected = {
+        "zigzag": [[0, 3, 0, 1, 6, 7], [1, 2, 2, 3, 4, 5]],
+        "stripe": [[0, 2, 0, 2, 4, 6], [1, 3, 1, 3, 5, 7]],
+        "contiguous": [[0, 1, 0, 1, 2, 3], [2, 3, 4, 5, 6, 7]],
+        "flat_contiguous": [[0, 1, 2, 3, 0, 1], [2, 3, 4, 5, 6, 7]],
+        "flat_stripe": [[0, 2, 0, 2, 4, 6], [1, 3, 1, 3, 5, 7]],
+        "flat_zigzag": [[0, 1, 2, 5, 6, 7], [3, 0, 1, 2, 3, 4]],
+    }
+    for layout, of_ranks in expected.items():
+        for rank, positions in enumerate(of_ranks):
+            found = position_ids(layout, cu_seqlens=cu_seqlens, rank=rank, world_size=2)
+            assert found.tolist() == positions, layout
+
+
+@pytest.mark.parametrize("layout", layout_names())
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_rotating_shards_is_sharding_the_rotated(layout: str, world_size: int) -> None:
+    """RoPE with position_ids on a shard is the shard of RoPE on the whole."""
+    x = torch.randn(21, 2, 8, dtype=torch.float64)
+    whole = torch.cat([torch.arange(b - a) for a, b in pairwise(CU_SEQLENS)])
+
+    def rope(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angles = positions[:, None, None] * 100.0 ** -torch.arange(0, 1, 0.25, dtype=x.dtype)
+        a, b = x.chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+    for rank in range(world_size):
+        who: dict[str, Any] = {"cu_seqlens": CU_SEQLENS, "rank": rank, "world_size": world_size}
+        rotated = rope(shard(x, layout, **who), position_ids(layout, **who))
+        assert torch.equal(rotated, shard(rope(x, whole), layout, **who))
+
+
+def test_gradients_flow_through_shard_and_unshard() -> None:
+    x = torch.randn(2, 13, requires_grad=True)
+    parts = [shard(x, "zigzag", rank=rank, world_size=3) for rank in range(3)]
+    weights = torch.randn(2, 13)
+    (unshard(parts, "zigzag") * weights).sum().backward()
+    assert torch.equal(x.grad, weights)
+
+
+def test_a_shard_is_a_new_tensor() -> None:
+    x = torch.zeros(1, 8)
+    shard(x, "contiguous", rank=0, world_size=1).add_(1)
+    assert not x.any()
+
+
+def over_a_group(rank: int, n: int) -> None:
+    """By default this rank of the group; sub-groups, uneven shards, every dtype, strided parts."""
+    torch.manual_seed(0)
+    batch, packed = torch.randn(2, 12, 3), torch.randn(21, 4)
+    pairs, _ = dist.new_subgroups_by_enumeration([[0, 1], [2]])
+    for layout in layout_names():
+        assert torch.equal(unshard(shard(batch, layout), layout), batch)
+        ours = shard(packed, layout, cu_seqlens=CU_SEQLENS)
+        assert torch.equal(ours, packed[held_of(layout, CU_SEQLENS, 21, rank, n)])
+        assert torch.equal(unshard(ours, layout, cu_seqlens=CU_SEQLENS), packed)
+        uneven = shard(packed[None], layout)
+        assert torch.equal(unshard(uneven, layout, seqlen=21)[0], packed)
+        for labels in (torch.arange(21), torch.arange(21) % 2 == 0, packed[:, 0].bfloat16()):
+            ours = shard(labels, layout, cu_seqlens=CU_SEQLENS)
+            assert torch.equal(unshard(ours, layout, cu_seqlens=CU_SEQLENS), labels)
+        ours = shard(packed.T, layout, dim=1)
+        assert torch.equal(unshard(ours.T.contiguous().T, layout, seqlen=21), packed.T)
+        ours = shard(packed, layout, cu_seqlens=CU_SEQLENS, group=pairs)
+        members = dist.get_world_size(pairs)
+        tokens = held_of(layout, CU_SEQLENS, 21, dist.get_rank(pairs), members)
+        assert torch.equal(ours, packed[tokens])
+        assert torch.equal(unshard(ours, layout, cu_seqlens=CU_SEQLENS, group=pairs), packed)
+        found = position_ids(layout, seqlen=21, group=pairs)
+        assert found.tolist() == held_of(layout, None, 21, dist.get_rank(pairs), members).tolist()
+    with pytest.raises(ValueError, match="gradient"):
+        unshard(torch.zeros(1, 4, requires_grad=True), "zigzag")
+    with torch.no_grad():
+        assert unshard(torch.zeros(1, 4, requires_grad=True), "zigzag").shape == (1, 12)
+
+
+def test_over_a_group(ranks: Any) -> None:
+    ranks(3).run(over_a_group)
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("unknown layout", lambda: shard(torch.zeros(1, 4), "spiral", rank=0, world_size=1), "spiral"),
+    ("rank", lambda: shard(torch.zeros(1, 4), "zigzag", rank=2, world_size=2), "rank = 2"),
+    ("negative rank", lambda: shard(torch.zeros(1, 4), "zigzag", rank=-1, world_size=2), "-1"),
+    ("rank alone", lambda: shard(torch.zeros(1, 4), "zigzag", rank=0), "world_size = None"),
+    (
+        "cu_seqlens too short",
+        lambda: shard(torch.zeros(9), "zigzag", cu_seqlens=[0, 8], rank=0, world_size=2),
+        "ends at 8.*9",
+    ),
+    (
+        "shards of other sizes",
+        lambda: unshard([torch.zeros(1, 4), torch.zeros(1, 3)], "contiguous"),
+        r"rank 0 of 2 holds 3 tokens.*4",
+    ),
+    (
+        "seqlen that the shards contradict",
+        lambda: unshard([torch.zeros(1, 4), torch.zeros(1, 4)], "zigzag", seqlen=9),
+        "9",
+    ),
+    ("no shards", lambda: unshard([], "zigzag"), "shard"),
+    (
+        "neither length",
+        lambda: position_ids("zigzag", rank=0, world_size=1),
+        "cu_seqlens or seqlen",
+    ),
+    ("negative", lambda: position_ids("zigzag", seqlen=-5, rank=0, world_size=1), "-5"),
+    (
+        "both lengths",
+        lambda: position_ids("zigzag", cu_seqlens=[0, 8], seqlen=9, rank=0, world_size=1),
+        "8.*9",
+    ),
+    ("a flat tensor", lambda: shard(torch.zeros(4), "zigzag", rank=0, world_size=1), "dim"),
+    ("no group", lambda: shard(torch.zeros(1, 4), "zigzag"), "not initialised"),
+]
+
+
+@pytest.mark.parametrize(("call", "match"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
+def test_mistakes_are_named(call: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        call()
