@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,12 +13,17 @@ from torch import Tensor
 CuSeqlens = Tensor | Sequence[int]
 
 
+def check_tensor(name: str, value: object) -> None:
+    """TypeError unless it is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     """Shapes, dtypes and devices of q, k and v fit together."""
     form = "(total, nheads, headdim)" if packed else "(batch, seqlen, nheads, headdim)"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        check_tensor(name, tensor)
         if tensor.dim() != (3 if packed else 4):
             raise ValueError(f"{name} must be {form}, but has shape {tuple(tensor.shape)}")
         if not tensor.dtype.is_floating_point:
@@ -45,8 +51,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
 def unpack(tensor: Tensor, name: str, parts: int, packed: bool) -> tuple[Tensor, ...]:
     """The views q, k, v of a qkv tensor, or k, v of a kv tensor."""
     form = f"({'total' if packed else 'batch, seqlen'}, {parts}, nheads, headdim)"
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    check_tensor(name, tensor)
     if tensor.dim() != (4 if packed else 5) or tensor.shape[-3] != parts:
         raise ValueError(f"{name} must be {form}, but has shape {tuple(tensor.shape)}")
     return tensor.unbind(-3)
@@ -71,9 +76,18 @@ def check_softcap(softcap: float | None) -> float:
     """0 (or None) for none, or positive."""
     if softcap is None:
         return 0.0
-    if not softcap >= 0:
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be 0 (off) or positive, not {softcap!r}")
     return float(softcap)
+
+
+def check_scale(softmax_scale: float | None, headdim: int) -> float:
+    """The factor on the scores, 1 / sqrt(headdim) for None."""
+    if softmax_scale is None:
+        return float(headdim**-0.5)
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be a finite number, not {softmax_scale!r}")
+    return float(softmax_scale)
 
 
 def check_alibi(slopes: Tensor | None, q: Tensor) -> Tensor | None:
@@ -81,8 +95,7 @@ def check_alibi(slopes: Tensor | None, q: Tensor) -> Tensor | None:
     if slopes is None:
         return None
     nheads, batch = q.shape[2], q.shape[0]
-    if not isinstance(slopes, Tensor):
-        raise TypeError(f"alibi_slopes must be a tensor, not {type(slopes).__name__}")
+    check_tensor("alibi_slopes", slopes)
     if tuple(slopes.shape) not in {(nheads,), (batch, nheads)}:
         raise ValueError(
             f"alibi_slopes must be ({nheads},) or ({batch}, {nheads}), not {tuple(slopes.shape)}"
@@ -98,8 +111,7 @@ def check_sink(sink: Tensor | None, q: Tensor) -> Tensor | None:
     """(nheads,) floating point, on q's device."""
     if sink is None:
         return None
-    if not isinstance(sink, Tensor):
-        raise TypeError(f"sink must be a tensor, not {type(sink).__name__}")
+    check_tensor("sink", sink)
     if tuple(sink.shape) != (q.shape[2],) or not sink.dtype.is_floating_point:
         raise ValueError(
             f"sink must be ({q.shape[2]},) of floating point, not {tuple(sink.shape)} {sink.dtype}"

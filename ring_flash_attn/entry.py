@@ -223,8 +223,11 @@ def run_virtual(
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
     """Checked, in autocast's dtype, as (batch, seqlen, nheads, headdim)."""
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_tensor(name, tensor)
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         lower = (torch.float32, torch.float16, torch.bfloat16)
         q, k, v = (x.to(dtype) if x.dtype in lower else x for x in (q, k, v))
     checks.check_tensors(q, k, v, packed)

@@ -182,6 +182,7 @@ class Function:
         source = head + textwrap.indent(self.body, "    ")
         code = compile(source, f"<{self.name}>", "exec", flags=annotations.compiler_flag)
         scope: dict[str, Any] = {
+            **{name: getattr(signatures, name) for name in ("Tensor", "CuSeqlens", "Output")},
             "_template": _outside_graphs(self.template),
             "_unpack": unpack,
             "__name__": module,
@@ -258,11 +259,15 @@ def _arguments(
 def _doc(
     family: Family, tensors: tuple[str, ...], shown: list[inspect.Parameter], prefix: str | None
 ) -> str:
-    rows, lse = ("total", "(nheads, total)") if family.packed else ("batch, seqlen", "")
+    rows, lse = ("batch, seqlen", "(batch, nheads, seqlen)")
+    if family.packed:
+        rows, lse = "total", "(nheads, total)"
+    elif family.signature is signatures.anything:
+        lse += " or (nheads, total)"
     described = [f"{name}: {_TENSORS[name].format(rows=rows)}" for name in tensors]
     names = {parameter.name for parameter in shown}
     common = signatures.COMMON.format(
-        lse=lse or "(batch, nheads, seqlen)",
+        lse=lse,
         group="group: process group; the default one if None.\n" if "group" in names else "",
         kernel="" if prefix else 'kernel: "auto", "reference", "native", "triton" or "cute".',
     ).strip()

@@ -45,10 +45,11 @@ class Options:
         return Mask.of(bool(self.causal), checks.check_window(self.window_size))
 
 
-def _check_shard(problem: AnyProblem, rank: int, q: Tensor, k: Tensor) -> None:
+def _check_shard(problem: AnyProblem, local: Local, q: Tensor, k: Tensor) -> None:
     """The shard has the rows that the layout gives this rank."""
+    rank = local.forward.rank
     for name, tensor, side in (("q", q, Side.QUERY), ("k", k, Side.KEY)):
-        size = problem.size(side, rank)
+        size = local.sizes[side, rank]
         if tensor.shape[1] != size:
             assert isinstance(problem, Problem), "equal shards by construction"
             lengths = problem.lengths_q if side is Side.QUERY else problem.lengths_k
@@ -67,7 +68,6 @@ def _short(lengths: Sequence[int]) -> str:
 def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options) -> Call:
     """Check what is left of the arguments; everything but dropout's seed."""
     slopes = checks.check_alibi(opts.alibi_slopes, q)
-    scale = q.shape[-1] ** -0.5 if opts.softmax_scale is None else float(opts.softmax_scale)
     checks.check_sink(opts.sink, q)
     return Call(
         device=q.device,
@@ -76,7 +76,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options) -> Call:
         nheads_k=k.shape[2],
         headdim=q.shape[3],
         headdim_v=v.shape[3],
-        softmax_scale=scale,
+        softmax_scale=checks.check_scale(opts.softmax_scale, q.shape[-1]),
         mask=opts.mask,
         softcap=checks.check_softcap(opts.softcap),
         alibi_slopes=slopes,
@@ -104,16 +104,15 @@ def run_on_group(
 ) -> Output:
     """Run on this rank of a group; `same` is what else has to be equal on all ranks."""
     group = comm.resolve_group(group)
-    rank, _ = comm.rank_and_size(group)
-    _check_shard(problem, rank, q, k)
+    transport = functools.partial(comm.DistributedTransport, group, q.device)
+    local = _plan(route, problem, comm.rank_and_size(group)[0], transport)
+    _check_shard(problem, local, q, k)
     call = _call(q, k, v, opts)
     kernel = choose_kernel(opts.kernel, call)
     comm.agree(_signature(route, problem, call, kernel.name, (q, k, v), same), group)
     if call.dropout_p:
         call = replace(call, seed=comm.share_seed(_draw_seed(), group, q.device))
-    transport = functools.partial(comm.DistributedTransport, group, q.device)
-    job = Job((_local(route, problem, rank, transport),), kernel, call)
-    ((out, lse),) = attention(job, [(q, k, v)], opts.sink)
+    ((out, lse),) = attention(Job((local,), kernel, call), [(q, k, v)], opts.sink)
     return _output(out, lse, opts, packed)
 
 
@@ -121,18 +120,18 @@ def run_on_virtual_ranks(
     route: str, problem: Problem, shards: Sequence[QKV], opts: Options, packed: bool
 ) -> list[Output]:
     """Run all ranks in this process."""
-    for rank, (q, k, _) in enumerate(shards):
-        _check_shard(problem, rank, q, k)
+    walks = _Walks(len(shards))
+    ranks = tuple(
+        _plan(route, problem, rank, functools.partial(walks.transport, rank))
+        for rank in range(len(shards))
+    )
+    for local, (q, k, _) in zip(ranks, shards, strict=True):
+        _check_shard(problem, local, q, k)
     call = _call(*shards[0], opts)
     kernel = choose_kernel(opts.kernel, call)
     if call.dropout_p:
         call = replace(call, seed=_draw_seed().to(call.device))
-    walks = _Walks(len(shards))
-    locals_ = tuple(
-        _local(route, problem, rank, functools.partial(walks.transport, rank))
-        for rank in range(len(shards))
-    )
-    results = attention(Job(locals_, kernel, call), shards, opts.sink)
+    results = attention(Job(ranks, kernel, call), shards, opts.sink)
     return [_output(out, lse, opts, packed) for out, lse in results]
 
 
@@ -150,7 +149,7 @@ class _Walks:
         return transport
 
 
-def _local(route: str, problem: AnyProblem, rank: int, transport: Any) -> Local:
+def _plan(route: str, problem: AnyProblem, rank: int, transport: Any) -> Local:
     return Local(*_planned(route, problem, rank), transport)
 
 
@@ -158,10 +157,11 @@ def _local(route: str, problem: AnyProblem, rank: int, transport: Any) -> Local:
 def _planned(
     route: str, problem: AnyProblem, rank: int
 ) -> tuple[Plan, Plan, dict[tuple[Side, int], int]]:
-    asked = cast(Problem, problem)  # a Llama3Problem answers the same questions
+    # The cache keeps the problem it is asked with; so plan with one that can go.
+    asked = replace(cast(Problem, problem))  # a Llama3Problem answers the same questions
     forward, backward = (make_plan(route, asked, rank, direction) for direction in (False, True))
     sizes = {
-        (side, owner): problem.size(side, owner)
+        (side, owner): asked.size(side, owner)
         for side in Side
         for owner in range(problem.world_size)
     }

@@ -40,7 +40,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     for length in lengths:
         offsets.append(offsets[-1] + length)
     total = offsets[-1]
-    if total == 0 or total % world_size:
+    if world_size < 1 or total == 0 or total % world_size:
         raise ValueError(
             f"cu_seqlens ends at {total}, which must be a positive multiple of {world_size} ranks"
         )

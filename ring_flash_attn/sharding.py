@@ -40,7 +40,7 @@ def shard(
     Returns:
         The rank's tokens in local order, a new tensor. Differentiable.
     """
-    dim = _token_dim(dim, cu_seqlens)
+    dim = _token_dim(dim, cu_seqlens, x)
     rank, world_size = _who(rank, world_size, group)
     sharding = _sharding(layout, cu_seqlens, x.shape[dim], world_size)
     return x.index_select(dim, torch.tensor(sharding.tokens(rank), device=x.device).long())
@@ -70,10 +70,17 @@ def unshard(
         A tensor with all tokens. Differentiable for a list of shards; over a group there is no one
         right gradient, so a shard that requires one is refused.
     """
-    dim = _token_dim(dim, cu_seqlens)
     if isinstance(x, Tensor):
+        dim = _token_dim(dim, cu_seqlens, x)
         return _gather(x, layout, cu_seqlens, seqlen, dim, group)
+    if not x:
+        raise ValueError("unshard needs at least one shard, not an empty list")
+    if group is not None:
+        raise ValueError("unshard of a list of shards takes no group: nothing is gathered")
+    dim = _token_dim(dim, cu_seqlens, x[0])
     total = sum(part.shape[dim] for part in x)
+    if seqlen is not None and seqlen != total:
+        raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
     sharding = _sharding(layout, cu_seqlens, total, len(x))
     tokens = torch.tensor([t for rank in range(len(x)) for t in sharding.tokens(rank)])
     for rank, part in enumerate(x):
@@ -140,8 +147,14 @@ def position_ids(
     return torch.tensor(sharding.positions(rank), dtype=torch.int64, device=device)
 
 
-def _token_dim(dim: int | None, cu_seqlens: CuSeqlens | None) -> int:
-    return dim if dim is not None else (1 if cu_seqlens is None else 0)
+def _token_dim(dim: int | None, cu_seqlens: CuSeqlens | None, x: Tensor) -> int:
+    if dim is None:
+        dim = 1 if cu_seqlens is None else 0
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"tokens are looked for in dimension {dim}, but the shape is {tuple(x.shape)}: give dim"
+        )
+    return dim
 
 
 def _who(rank: int | None, world_size: int | None, group: ProcessGroup | None) -> tuple[int, int]:
@@ -159,6 +172,8 @@ def _who(rank: int | None, world_size: int | None, group: ProcessGroup | None) -
 def _sharding(
     layout: str, cu_seqlens: CuSeqlens | None, total: int | None, world_size: int
 ) -> Sharding:
+    if total is not None and total < 0:
+        raise ValueError(f"seqlen = {total} is negative")
     lengths = (total or 0,) if cu_seqlens is None else document_lengths(cu_seqlens)
     if cu_seqlens is not None and total is not None and sum(lengths) != total:
         raise ValueError(f"cu_seqlens ends at {sum(lengths)}, but there are {total} tokens")

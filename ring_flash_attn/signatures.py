@@ -27,7 +27,7 @@ causal: queries see no later keys (positions count from the end of both sequence
 window_size: how many keys a query sees to its left and right, besides its own; -1: all.
 alibi_slopes: (nheads,) or (batch, nheads); -slope * |distance| is added to the scores.
 deterministic: the same input gives the same bits, gradients too.
-return_attn_probs: return (out, lse, None); lse in fp32, natural logarithm, {lse}.
+return_attn_probs: return (out, lse, None); lse in fp32, natural log, {lse}.
 softcap: scores become softcap * tanh(score / softcap); 0 means off.
 sink: (nheads,), an attention sink: one more score for each head, without a value.
 {group}{kernel}"""

@@ -7,6 +7,7 @@ list of results. Bodies are top-level functions; results are pickled (tensors as
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import tempfile
 import traceback
@@ -20,8 +21,11 @@ _context = multiprocessing.get_context("forkserver")
 class Ranks:
     """`world_size` processes; started at the first run, and again after a run that failed."""
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+    def __init__(
+        self, world_size: int, backend: str = "gloo", environment: dict[str, str] | None = None
+    ) -> None:
         self.world_size, self._backend = world_size, backend
+        self._environment = environment or {}
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -30,7 +34,15 @@ class Ranks:
         store = tempfile.NamedTemporaryFile(delete=False).name  # noqa: SIM115
         for rank in range(self.world_size):
             ours, theirs = _context.Pipe()
-            args = (rank, self.world_size, self._backend, f"{store}.init", theirs, sys.path)
+            args = (
+                rank,
+                self.world_size,
+                self._backend,
+                f"{store}.init",
+                theirs,
+                sys.path,
+                self._environment,
+            )
             process = _context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._processes.append(process)
@@ -70,8 +82,15 @@ class Ranks:
 
 
 def _serve(
-    rank: int, world_size: int, backend: str, store: str, pipe: Connection, path: list[str]
+    rank: int,
+    world_size: int,
+    backend: str,
+    store: str,
+    pipe: Connection,
+    path: list[str],
+    environment: dict[str, str],
 ) -> None:
+    os.environ.update(environment)
     sys.path[:] = path
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""On a GPU: the reference kernel, virtual ranks, and process groups over gloo and NCCL."""
+"""On a GPU: the kernels, virtual ranks, and process groups over gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -50,10 +50,16 @@ TOLERANCE = {
 }
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+KERNELS = [
+    *(("reference", dtype) for dtype in TOLERANCE),
+    *(("triton", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=str)
 @pytest.mark.parametrize("route", route_names())
 @pytest.mark.parametrize("layout", layout_names())
-def test_virtual_ranks(layout: str, route: str, dtype: torch.dtype) -> None:
+def test_virtual_ranks(layout: str, route: str, kernel: str, dtype: torch.dtype) -> None:
     inputs = _inputs(dtype)
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.0], device="cuda")
@@ -68,6 +74,7 @@ def test_virtual_ranks(layout: str, route: str, dtype: torch.dtype) -> None:
         route=route,
         cu_seqlens=torch.tensor(CU_SEQLENS, device="cuda"),
         dropout_p=0.2,
+        kernel=kernel,
         **options,
     )
     out.backward(inputs[3])
@@ -76,6 +83,150 @@ def test_virtual_ranks(layout: str, route: str, dtype: torch.dtype) -> None:
     want = _expected(inputs, Rules(dropout_p=0.2, seed=seed, **options))
     errors = _errors([out.detach(), q.grad, k.grad, v.grad], want)
     assert max(errors.values()) < TOLERANCE[dtype], errors
+
+
+HEADDIMS = [(16, 16), (40, 40), (59, 111), (64, 128), (96, 80), (128, 128), (192, 128), (256, 256)]
+LENGTHS_Q_K = [(1, 1), (113, 203), (640, 128), (1023, 1024)]
+FEATURES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 30)},
+    "softcap": {"causal": True, "softcap": 15.0},
+    "alibi": {"causal": True, "alibi_slopes": True},
+    "dropout": {"causal": True, "dropout_p": 0.17},
+}
+HALVES = (torch.bfloat16, torch.float16)
+GRID = [
+    *((headdims, "causal", dtype) for headdims in HEADDIMS for dtype in HALVES),
+    *((headdims, "causal", torch.float32) for headdims in ((40, 40), (64, 64), (128, 128))),
+    *(((64, 64), feature, dtype) for feature in FEATURES for dtype in HALVES),
+    *(((59, 111), feature, torch.bfloat16) for feature in FEATURES),
+]
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).abs().max())
+
+
+def _grid(rank: int, world_size: int) -> tuple[int, list[str]]:
+    """Number of comparisons, and those that fail, of this process's part of the grid."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    count, failures = 0, []
+    for headdims, feature, dtype in GRID[rank::world_size]:
+        for lengths in LENGTHS_Q_K:
+            for name, error, limit in _compare(headdims, feature, dtype, lengths):
+                count += 1
+                if not error <= limit:
+                    failures.append(
+                        f"{name} {headdims} {feature} {dtype} {lengths}: {error} > {limit}"
+                    )
+    return count, failures
+
+
+def _compare(
+    headdims: tuple[int, int], feature: str, dtype: torch.dtype, lengths: tuple[int, int]
+) -> list[tuple[str, float, float]]:
+    """Errors against fp64, and twice those of plain torch in this dtype and a rounding band."""
+    options = dict(FEATURES[feature])
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.linspace(0.05, 0.5, 6, device="cuda")
+    torch.manual_seed(0)
+    (d, dv), (seqlen_q, seqlen_k) = headdims, lengths
+    shapes = ((seqlen_q, 6, d), (seqlen_k, 2, d), (seqlen_k, 2, dv), (seqlen_q, 6, dv))
+    q, k, v, dout = (torch.randn(2, *s, device="cuda").to(dtype) for s in shapes)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    torch.manual_seed(1)
+    out = rfa.triton_flash_attn_func(*leaves, **options)
+    got = [out, *torch.autograd.grad(out, leaves, dout)]
+    torch.manual_seed(1)
+    rules = Rules(seed=int(torch.randint(1 << 62, (), dtype=torch.int64)), **options)
+    exact, plain = (
+        _plain([x.to(kind) for x in (q, k, v)], dout.to(kind), rules)
+        for kind in (torch.float64, dtype)
+    )
+    return [
+        (
+            name,
+            _error(a, b),
+            2 * _error(c, b) + 4 * torch.finfo(dtype).eps * float(b.abs().max()) + 1e-6,
+        )
+        for name, a, b, c in zip(NAMES, got, exact, plain, strict=True)
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_triton(ranks) -> None:
+    """Head dimensions, lengths, features, dtypes; on 8 processes, since compiling takes long."""
+    parts = ranks(8, "gloo").run(_grid, timeout=580)
+    assert sum(count for count, _ in parts) == len(GRID) * len(LENGTHS_Q_K) * len(NAMES)
+    assert [failure for _, failures in parts for failure in failures] == []
+
+
+def _plain(inputs: list[torch.Tensor], dout: torch.Tensor, rules: Rules) -> list[torch.Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out, _ = oracle(*leaves, rules)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def test_triton_loses_nothing_by_distributing() -> None:
+    """RMS errors on 8 ranks are those on one, in bf16."""
+    torch.manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, 2048, heads, 128, device="cuda").bfloat16() for heads in (4, 2, 2, 4)
+    )
+    exact = _plain([x.double() for x in (q, k, v)], dout.double(), Rules(causal=True))
+
+    def errors(world_size: int) -> list[float]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = rfa.virtual_ring_attention(
+            *leaves,
+            world_size=world_size,
+            layout="zigzag",
+            route="ring",
+            kernel="triton",
+            causal=True,
+        )
+        got = [out, *torch.autograd.grad(out, leaves, dout)]
+        return [float((a.double() - b).square().mean().sqrt()) for a, b in zip(got, exact)]
+
+    for name, one, eight in zip(NAMES, errors(1), errors(8), strict=True):
+        assert eight <= 1.1 * one, (name, eight / one)
+
+
+def test_triton_is_deterministic() -> None:
+    q, k, v, dout = _inputs(torch.bfloat16)
+    cu_seqlens = torch.tensor(CU_SEQLENS, device="cuda", dtype=torch.int32)
+
+    def grads() -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = rfa.triton_flash_attn_varlen_func(
+            *leaves, cu_seqlens, cu_seqlens, 90, 90, causal=True, deterministic=True
+        )
+        return list(torch.autograd.grad(out, leaves, dout))
+
+    first = grads()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(grads(), first, strict=True))
+
+
+def test_triton_keeps_documents_apart() -> None:
+    """A NaN in one document stays there, although blocks read beyond the end of a document."""
+    q, k, v, dout = _inputs(torch.bfloat16)
+    clean = [x.clone().requires_grad_() for x in (q, k, v)]
+    dirty = [x.clone() for x in (q, k, v)]
+    for x in dirty:
+        x[37:42] = torch.nan
+        x.requires_grad_()
+    cu_seqlens = torch.tensor(CU_SEQLENS, device="cuda", dtype=torch.int32)
+    results = []
+    for leaves in (clean, dirty):
+        out = rfa.triton_flash_attn_varlen_func(
+            *leaves, cu_seqlens, cu_seqlens, 90, 90, causal=True
+        )
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a[:37], b[:37])
+        assert torch.equal(a[42:], b[42:])
 
 
 def _over_a_group(rank: int, world_size: int, dtype: torch.dtype) -> list[dict[str, float]]:
@@ -127,14 +278,17 @@ def test_nccl(ranks, dtype: torch.dtype) -> None:
     _check(ranks(world_size, "nccl").run(_over_a_group, dtype, timeout=300), dtype)
 
 
-def test_no_host_synchronisation() -> None:
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+def test_no_host_synchronisation(kernel: str) -> None:
     """Apart from copying a new cu_seqlens, nothing waits for the device."""
     inputs = _inputs(torch.bfloat16)
     cu_seqlens = torch.tensor(CU_SEQLENS, device="cuda", dtype=torch.int32)
 
     def run() -> None:
         q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
-        out = rfa.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 90, 90, causal=True)
+        out = rfa.flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, 90, 90, causal=True, kernel=kernel
+        )
         out.backward(inputs[3])
 
     run()

@@ -71,11 +71,13 @@ def _exchange(text: str, group: ProcessGroup, known: _Known) -> dict[int, str]:
     store.set(keys[rank], text)
     try:
         store.wait(keys, PATIENCE)
-    except dist.DistStoreError:
+    except RuntimeError:  # DistStoreError, or a FileStore's plain one
         keys = [key for key in keys if store.check([key])]
     posted = {int(key.rsplit("/", 1)[1]): store.get(key).decode() for key in keys}
     if len(posted) == world_size:  # all are here, so all have read the round before
         store.delete_key(f"ring_flash_attn/{known.rounds - 1}/{rank}")
+    else:
+        known.rounds -= 1  # whoever missed this round would start with it: so do we, next time
     return posted
 
 

@@ -157,8 +157,7 @@ _ENTRIES: dict[str, Entry] = {
         "native": "this version does not contain it yet; it will use torch's own FlashAttention-2 "
         "and cuDNN, and flash-attn 2, 3 and 4 where installed",
         "cute": "this version does not contain it yet; it will need nvidia-cutlass-dsl",
-        "triton": "this version does not contain it yet; it will need triton, which comes with "
-        "torch on NVIDIA and AMD GPUs",
+        "triton": "it comes with torch for NVIDIA and AMD GPUs, or `pip install triton`",
         "reference": "comes with torch",
     }.items()
 }

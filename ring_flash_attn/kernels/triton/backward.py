@@ -1,0 +1,313 @@
+"""Backward in two kernels, without atomics: one owns keys and sums dK and dV, one owns queries.
+
+Both recompute p = 2^(s − lse), where lse is that of the whole softmax over all steps,
+so that a step
+needs nothing from the others. With dp = dout · v' and delta = sum of dout · out:
+
+    dv = p' · dout      ds = p ∘ (dp − delta)      dk = ds' · q · scale      dq = ds · k · scale
+
+Each accumulator is read and added to once, at the end of a program. Always deterministic.
+"""
+
+# fmt: off
+
+import triton
+import triton.language as tl
+
+from .scores import LOG2E, dot, finish_scores, load_rows, mix, row_keys, spread
+
+
+@triton.jit
+def probabilities(
+    products, distance, band, low, high, inside, lse, slope, scale, softcap,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+):
+    """p, and the derivative of the softcap (1 without one)."""
+    s, tanh = finish_scores(products, distance, slope, scale, softcap, SOFTCAP, ALIBI)
+    p = tl.exp2(s - lse)
+    if MASKED:
+        p = tl.where((band >= low) & (band <= high) & inside, p, 0.0)
+    if SOFTCAP:
+        return p, 1.0 - tanh * tanh
+    else:
+        return p, 1.0
+
+
+@triton.jit
+def run_keys(
+    dk, dv_acc, k, v, q_mat, dout_mat, q_row, q_col, o_row, o_col, lse_ptr, delta_ptr, begin,
+    end, q_len, low, high, columns_j,
+    distance, key_words, seed_ptr, batch, head, token, slope, scale, softcap, threshold,
+    keep_scale,
+    stride_q, stride_o, stride_lse, stride_delta, stride, d, dv,
+    D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Add queries begin … end to dK and dV of a block of keys; scores are (keys, queries)."""
+    numbers = tl.arange(0, BLOCK_M)
+    for i in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
+        inside = i + numbers < q_len
+        q = load_rows(
+            q_mat, q_row + i, q_col, stride_q, inside, d, BLOCK_M, D, TMA, EVEN, MASKED, GUARD
+        )
+        dout = load_rows(
+            dout_mat, o_row + i, o_col, stride_o, inside, dv, BLOCK_M, DV, TMA, EVEN, MASKED,
+            GUARD
+        )
+        if MASKED:
+            lse = tl.load(lse_ptr + (i + numbers) * stride_lse, mask=inside, other=float("inf"))
+            delta = tl.load(delta_ptr + (i + numbers) * stride_delta, mask=inside, other=0.0)
+        else:
+            lse = tl.load(lse_ptr + (i + numbers) * stride_lse)
+            delta = tl.load(delta_ptr + (i + numbers) * stride_delta)
+        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # saw no key: p = 0
+        rows = (i + numbers)[None, :]
+        p, slope_of_cap = probabilities(
+            dot(k, tl.trans(q), PRECISION, UPCAST), distance[:, None] - rows * stride,
+            rows - columns_j[:, None], low, high, inside[None, :], lse[None, :],
+            slope, scale, softcap, MASKED, SOFTCAP, ALIBI,
+        )
+        dp = dot(v, tl.trans(dout), PRECISION, UPCAST)
+        if DROPOUT:
+            row_hash = row_keys(seed_ptr, batch, head, token + (i + numbers) * stride)
+            kept = mix(row_hash[None, :] ^ key_words[:, None]) >= threshold
+            dp = tl.where(kept, dp * keep_scale, 0.0)
+            shown = tl.where(kept, p * keep_scale, 0.0)
+        else:
+            shown = p
+        dv_acc += dot(shown.to(dout.dtype), dout, PRECISION, UPCAST)
+        ds = p * (dp - delta[None, :]) * slope_of_cap
+        dk += dot(ds.to(q.dtype), q, PRECISION, UPCAST)
+    return dk, dv_acc
+
+
+@triton.jit
+def keys_kernel(
+    q_mat, k_mat, v_mat, dout_mat, lse_ptr, delta_ptr, dk_ptr, dv_ptr, slopes_ptr, seed_ptr,
+    blocks_ptr, tiles_ptr, scale, softcap, threshold, keep_scale, head_start, d, dv, nheads_k,
+    group,
+    q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol, v_stride,
+    v_brow,
+    v_bcol, v_hrow, v_hcol, o_stride,
+    o_brow, o_bcol, o_hrow, o_hcol,
+    l_batch, l_head, l_row, e_batch, e_head, e_row, dk_batch, dk_row, dk_head, dv_batch, dv_row,
+    dv_head, slopes_batch,
+    D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):
+    """dK and dV of BLOCK_N keys of one KV head: all query heads of its group, all tiles."""
+    entry = blocks_ptr + tl.program_id(0) * 12
+    row, columns, j0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    first_tile, last_tile = tl.load(entry + 3), tl.load(entry + 4)
+    position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
+    batch, head_k = tl.program_id(1) // nheads_k, tl.program_id(1) % nheads_k
+    batch64 = batch.to(tl.int64)
+
+    numbers = tl.arange(0, BLOCK_N)
+    valid = numbers < columns
+    depth, depth_v = tl.arange(0, D), tl.arange(0, DV)
+    here = (row + numbers).to(tl.int64)
+    k_mask, v_mask = valid[:, None] & (depth[None, :] < d), valid[:, None] & (depth_v[None,
+    :] < dv)
+    k_row0, k_col = batch * k_brow + head_k * k_hrow, batch * k_bcol + head_k * k_hcol
+    v_row0, v_col = batch * v_brow + head_k * v_hrow, batch * v_bcol + head_k * v_hcol
+    k = load_rows(
+        k_mat, k_row0 + row, k_col, k_stride, valid, d, BLOCK_N, D, TMA, EVEN, True, False
+    )
+    v = load_rows(
+        v_mat, v_row0 + row, v_col, v_stride, valid, dv, BLOCK_N, DV, TMA, EVEN, True, False
+    )
+    key_words = spread(index + numbers * stride)
+    columns_j = j0 + numbers
+    dk = tl.zeros([BLOCK_N, D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, DV], tl.float32)
+
+    for member in range(0, group):
+        head = head_k * group + member
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes_ptr + batch * slopes_batch + head)
+        q_row0, q_col = batch * q_brow + head * q_hrow, batch * q_bcol + head * q_hcol
+        o_row0, o_col = batch * o_brow + head * o_hrow, batch * o_bcol + head * o_hcol
+        lse_base = lse_ptr + batch64 * l_batch + head * l_head
+        delta_base = delta_ptr + batch64 * e_batch + head * e_head
+        tile = first_tile
+        while tile < last_tile:
+            at = tiles_ptr + tile * 8
+            other, q_len, low = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+            high, q_position, q_index = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+            other64 = other.to(tl.int64)
+            distance = position + numbers * stride - q_position  # to the tile's first query
+            begin = tl.maximum(0, j0 + low)
+            end = tl.minimum(q_len, j0 + columns + high)
+            # Causal masks cut at the beginning here: the edge comes first, then whole blocks.
+            edge = tl.maximum(j0 + columns - 1 + low, begin)
+            edge = tl.minimum(begin + (edge - begin + BLOCK_M - 1) // BLOCK_M * BLOCK_M, end)
+            whole = tl.minimum(q_len, j0 + high + 1)
+            whole = edge + tl.maximum(whole - edge, 0) // BLOCK_M * BLOCK_M
+            dk, dv_acc = run_keys(
+                dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
+                lse_base + other64 * l_row, delta_base + other64 * e_row, begin, edge, q_len, low,
+                high, columns_j, distance, key_words, seed_ptr, batch, head + head_start, q_index,
+                slope, scale, softcap, threshold, keep_scale, q_stride, o_stride, l_row, e_row,
+                stride, d,
+                dv, D, DV, EVEN, TMA, GUARD, BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, PRECISION,
+                UPCAST, STAGES,
+            )
+            dk, dv_acc = run_keys(
+                dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
+                lse_base + other64 * l_row, delta_base + other64 * e_row, edge, whole, q_len, low,
+                high, columns_j, distance, key_words, seed_ptr, batch, head + head_start, q_index,
+                slope, scale, softcap, threshold, keep_scale, q_stride, o_stride, l_row, e_row,
+                stride, d,
+                dv, D, DV, EVEN, TMA, GUARD, BLOCK_M, False, SOFTCAP, ALIBI, DROPOUT, PRECISION,
+                UPCAST, STAGES,
+            )
+            dk, dv_acc = run_keys(
+                dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
+                lse_base + other64 * l_row, delta_base + other64 * e_row, whole, end, q_len, low,
+                high, columns_j, distance, key_words, seed_ptr, batch, head + head_start, q_index,
+                slope, scale, softcap, threshold, keep_scale, q_stride, o_stride, l_row, e_row,
+                stride, d,
+                dv, D, DV, EVEN, TMA, GUARD, BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, PRECISION,
+                UPCAST, STAGES,
+            )
+            tile += 1
+
+    dk_ptrs = dk_ptr + batch64 * dk_batch + head_k * dk_head
+    dk_ptrs += here[:, None] * dk_row + depth[None, :]
+    dv_ptrs = dv_ptr + batch64 * dv_batch + head_k * dv_head
+    dv_ptrs += here[:, None] * dv_row + depth_v[None, :]
+    tl.store(dk_ptrs, tl.load(dk_ptrs, mask=k_mask, other=0.0) + dk * scale, mask=k_mask)
+    tl.store(dv_ptrs, tl.load(dv_ptrs, mask=v_mask, other=0.0) + dv_acc, mask=v_mask)
+
+
+@triton.jit
+def run_queries(
+    dq, q, dout, lse, delta, k_mat, v_mat, k_row, k_col, v_row, v_col, begin, end, k_len, low,
+    high, rows_i, distance, row_hash,
+    token, slope, scale, softcap, threshold, keep_scale, stride_k, stride_v, stride, d, dv,
+    D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Add keys begin … end to dQ of a block of queries."""
+    columns = tl.arange(0, BLOCK_N)
+    for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        inside = j + columns < k_len
+        k = load_rows(
+            k_mat, k_row + j, k_col, stride_k, inside, d, BLOCK_N, D, TMA, EVEN, MASKED, GUARD
+        )
+        v = load_rows(
+            v_mat, v_row + j, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD
+        )
+        keys = (j + columns)[None, :]
+        p, slope_of_cap = probabilities(
+            dot(q, tl.trans(k), PRECISION, UPCAST), distance[:, None] + keys * stride,
+            keys - rows_i[:, None], low, high, inside[None, :], lse[:, None],
+            slope, scale, softcap, MASKED, SOFTCAP, ALIBI,
+        )
+        dp = dot(dout, tl.trans(v), PRECISION, UPCAST)
+        if DROPOUT:
+            kept = mix(row_hash[:, None] ^ spread(token + keys * stride)) >= threshold
+            dp = tl.where(kept, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None]) * slope_of_cap
+        dq += dot(ds.to(k.dtype), k, PRECISION, UPCAST)
+    return dq
+
+
+@triton.jit
+def queries_kernel(
+    q_mat, k_mat, v_mat, dout_mat, lse_ptr, delta_ptr, dq_ptr, slopes_ptr, seed_ptr, blocks_ptr,
+    tiles_ptr, scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group,
+    q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol, v_stride,
+    v_brow, v_bcol, v_hrow,
+    v_hcol, o_stride, o_brow, o_bcol, o_hrow, o_hcol, l_batch, l_head, l_row, e_batch, e_head,
+    e_row, dq_batch, dq_row, dq_head,
+    slopes_batch,
+    D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):
+    """dQ of BLOCK_M queries of one head: all tiles of the span."""
+    entry = blocks_ptr + tl.program_id(0) * 12
+    row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    tile, last_tile = tl.load(entry + 3), tl.load(entry + 4)
+    position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
+    batch, head = tl.program_id(1) // nheads, tl.program_id(1) % nheads
+    batch64, head_k = batch.to(tl.int64), head // group
+
+    numbers = tl.arange(0, BLOCK_M)
+    valid = numbers < rows
+    depth = tl.arange(0, D)
+    here = (row + numbers).to(tl.int64)
+    q_mask = valid[:, None] & (depth[None, :] < d)
+    q_row0, q_col = batch * q_brow + head * q_hrow, batch * q_bcol + head * q_hcol
+    o_row0, o_col = batch * o_brow + head * o_hrow, batch * o_bcol + head * o_hcol
+    q = load_rows(
+        q_mat, q_row0 + row, q_col, q_stride, valid, d, BLOCK_M, D, TMA, EVEN, True, False
+    )
+    dout = load_rows(
+        dout_mat, o_row0 + row, o_col, o_stride, valid, dv, BLOCK_M, DV, TMA, EVEN, True, False
+    )
+    lse = tl.load(lse_ptr + batch64 * l_batch + head * l_head + here * l_row, mask=valid,
+    other=0.0)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # saw no key: p = 0
+    delta_ptrs = delta_ptr + batch64 * e_batch + head * e_head + here * e_row
+    delta = tl.load(delta_ptrs, mask=valid, other=0.0)
+    k_row0, k_col = batch * k_brow + head_k * k_hrow, batch * k_bcol + head_k * k_hcol
+    v_row0, v_col = batch * v_brow + head_k * v_hrow, batch * v_bcol + head_k * v_hcol
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + batch * slopes_batch + head)
+    row_hash = numbers.to(tl.uint32)
+    if DROPOUT:
+        row_hash = row_keys(seed_ptr, batch, head + head_start, index + numbers * stride)
+    rows_i = i0 + numbers
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
+
+    while tile < last_tile:
+        at = tiles_ptr + tile * 8
+        k_row, k_len, low = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        high, k_position, k_index = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+        distance = k_position - position - numbers * stride
+        begin = tl.maximum(0, i0 + low)
+        end = tl.minimum(k_len, i0 + rows + high)
+        whole = tl.minimum(k_len, i0 + high + 1)
+        if WINDOW:
+            edge = tl.maximum(i0 + rows - 1 + low, begin)
+            edge = tl.minimum(begin + (edge - begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
+            dq = run_queries(
+                dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row,
+                v_col, begin, edge, k_len, low, high, rows_i,
+                distance, row_hash, k_index, slope, scale, softcap, threshold, keep_scale,
+                k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, True,
+                SOFTCAP,
+                ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+            )
+            begin = edge
+        whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
+        dq = run_queries(
+            dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
+            begin, whole, k_len, low, high, rows_i,
+            distance, row_hash, k_index, slope, scale, softcap, threshold, keep_scale,
+            k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, False, SOFTCAP,
+            ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+        )
+        dq = run_queries(
+            dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
+            whole, end, k_len, low, high, rows_i,
+            distance, row_hash, k_index, slope, scale, softcap, threshold, keep_scale,
+            k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, True, SOFTCAP,
+            ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+        )
+        tile += 1
+
+    dq_ptrs = dq_ptr + batch64 * dq_batch + head * dq_head + here[:, None] * dq_row + depth[None, :]
+    tl.store(dq_ptrs, tl.load(dq_ptrs, mask=q_mask, other=0.0) + dq * scale, mask=q_mask)

@@ -1,0 +1,207 @@
+"""Forward: the online softmax over a block of queries, going on from the state of earlier steps.
+
+One program owns BLOCK_M queries of one head and walks through the tiles of their span. In a tile it
+goes over the keys that the band `low <= j - i <= high` leaves,
+in up to three runs: an edge on the
+left (sliding window), whole blocks, an edge on the right (causal, end of the span).
+"""
+
+# fmt: off
+
+import triton
+import triton.language as tl
+
+from .scores import LN2, LOG2E, dot, finish_scores, load_rows, mix, row_keys, spread
+
+CARRY = tl.constexpr(23.0)  # log2 of the weight that the state starts with; see `forward_kernel`
+
+
+@triton.jit
+def run(
+    acc, m, total, q, k_mat, v_mat, k_row, k_col, v_row, v_col, begin, end, key_len, first, last,
+    distance, row_hash, token, slope, scale, softcap, threshold, stride_k, stride_v, stride, d,
+    dv,
+    D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GUARD: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Advance (acc, m, total) by keys begin … end, in blocks; row i sees keys first[i] … last[i].
+
+    m is the running maximum, total the running sum of 2^(s − m), acc that of 2^(s − m) · v.
+    """
+    columns = tl.arange(0, BLOCK_N)
+    for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        keys = j + columns
+        inside = keys < key_len
+        k = load_rows(
+            k_mat, k_row + j, k_col, stride_k, inside, d, BLOCK_N, D, TMA, EVEN, MASKED, False
+        )
+        s = dot(q, tl.trans(k), PRECISION, UPCAST)
+        if SOFTCAP or ALIBI:
+            s, _ = finish_scores(
+                s, distance[:, None] + keys[None, :] * stride, slope, scale, softcap, SOFTCAP,
+                ALIBI
+            )
+            factor = 1.0
+        else:
+            factor = scale * LOG2E  # one multiply-add with the maximum, below
+        if MASKED:
+            seen = keys[None, :] <= last[:, None]
+            if WINDOW:
+                seen = seen & (keys[None, :] >= first[:, None])
+            s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)
+        if MASKED:
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        else:
+            m_safe = m_new
+        p = tl.exp2(s * factor - m_safe[:, None])
+        rescale = tl.exp2(m - m_safe)
+        total = total * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        if DROPOUT:
+            bits = mix(row_hash[:, None] ^ spread(token + keys * stride)[None, :])
+            p = tl.where(bits >= threshold, p, 0.0)
+        v = load_rows(
+            v_mat, v_row + j, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD
+        )
+        if UPCAST:
+            acc += dot(p.to(v.dtype), v, PRECISION, UPCAST)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = m_new
+    return acc, m, total
+
+
+@triton.jit
+def forward_kernel(
+    q_mat, k_mat, v_mat, out_ptr, lse_ptr, result_ptr, slopes_ptr, seed_ptr, blocks_ptr,
+    tiles_ptr,
+    scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group,
+    q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol, v_stride,
+    v_brow, v_bcol,
+    v_hrow, v_hcol, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
+    slopes_batch,
+    D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr, SINK: tl.constexpr, RESULT: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+):
+    entry = blocks_ptr + tl.program_id(0) * 12
+    row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    tile, last_tile, flags = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
+    batch, head = tl.program_id(1) // nheads, tl.program_id(1) % nheads
+    head_k = head // group
+
+    # Queries stay in registers or shared memory for the whole program.
+    numbers = tl.arange(0, BLOCK_M)
+    valid = numbers < rows
+    depth_v = tl.arange(0, DV)
+    here = (row + numbers).to(tl.int64)
+    q_row0, q_col = batch * q_brow + head * q_hrow, batch * q_bcol + head * q_hcol
+    q = load_rows(
+        q_mat, q_row0 + row, q_col, q_stride, valid, d, BLOCK_M, D, TMA, EVEN, True, False
+    )
+    k_row0, k_col = batch * k_brow + head_k * k_hrow, batch * k_bcol + head_k * k_hcol
+    v_row0, v_col = batch * v_brow + head_k * v_hrow, batch * v_bcol + head_k * v_hcol
+
+    # Go on from the state (out, lse). As one key of score lse and weight 1 it would push later
+    # keys below fp16's range; so m starts CARRY lower and total and acc 2^CARRY higher.
+    out_ptrs = out_ptr + batch.to(tl.int64) * o_batch + head * o_head
+    out_ptrs += here[:, None] * o_row + depth_v[None, :]
+    lse_ptrs = lse_ptr + batch.to(tl.int64) * l_batch + head * l_head + here * l_row
+    out_mask = valid[:, None] & (depth_v[None, :] < dv)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV], tl.float32)
+    if SINK or (flags & 1) == 0:
+        lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
+        seen = lse > float("-inf")
+        m = lse * LOG2E - CARRY
+        total = tl.where(seen, tl.exp2(CARRY), 0.0)
+        acc = tl.load(out_ptrs, mask=out_mask, other=0.0) * total[:, None]
+        if DROPOUT:
+            acc = acc / keep_scale  # acc is scaled once, at the end
+
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + batch * slopes_batch + head)
+    row_hash = numbers.to(tl.uint32)
+    if DROPOUT:
+        row_hash = row_keys(seed_ptr, batch, head + head_start, index + numbers * stride)
+    rows_i = i0 + numbers
+
+    while tile < last_tile:
+        at = tiles_ptr + tile * 8
+        k_row, k_len, low = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        high, k_position, k_index = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+        distance = k_position - position - numbers * stride
+        begin = tl.maximum(0, i0 + low)
+        end = tl.minimum(k_len, i0 + rows + high)
+        first = rows_i + low
+        last = tl.minimum(rows_i + high, k_len - 1)
+        if WHOLE:  # every tile is full, and blocks divide it
+            acc, m, total = run(
+                acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, begin,
+                end, k_len,
+                first, last, distance, row_hash, k_index, slope, scale, softcap, threshold,
+                k_stride,
+                v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, False, WINDOW,
+                SOFTCAP, ALIBI,
+                DROPOUT, PRECISION, UPCAST, STAGES,
+            )
+        else:
+            if WINDOW:
+                edge = tl.maximum(i0 + rows - 1 + low, begin)
+                edge = tl.minimum(begin + (edge - begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
+                acc, m, total = run(
+                    acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
+                    begin, edge, k_len,
+                    first, last, distance, row_hash, k_index, slope, scale, softcap, threshold,
+                    k_stride,
+                    v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, True, WINDOW,
+                    SOFTCAP, ALIBI,
+                    DROPOUT, PRECISION, UPCAST, STAGES,
+                )
+                begin = edge
+            whole = tl.minimum(k_len, i0 + high + 1)
+            whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
+            acc, m, total = run(
+                acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, begin,
+                whole, k_len,
+                first, last, distance, row_hash, k_index, slope, scale, softcap, threshold,
+                k_stride,
+                v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, False, WINDOW,
+                SOFTCAP, ALIBI,
+                DROPOUT, PRECISION, UPCAST, STAGES,
+            )
+            acc, m, total = run(
+                acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, whole,
+                end, k_len,
+                first, last, distance, row_hash, k_index, slope, scale, softcap, threshold,
+                k_stride,
+                v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, True, WINDOW, SOFTCAP,
+                ALIBI,
+                DROPOUT, PRECISION, UPCAST, STAGES,
+            )
+        tile += 1
+
+    # Normalise; a row that saw no key is (0, −inf).
+    l_safe = tl.where(total > 0, total, 1.0)
+    if DROPOUT:
+        acc = acc * (keep_scale / l_safe)[:, None]
+    else:
+        acc = acc / l_safe[:, None]
+    tl.store(lse_ptrs, tl.where(total > 0, (m + tl.log2(l_safe)) * LN2, float("-inf")), mask=valid)
+    if RESULT:
+        if (flags & 2) != 0:
+            result_ptrs = result_ptr + batch.to(tl.int64) * r_batch + head * r_head
+            result_ptrs += here[:, None] * r_row + depth_v[None, :]
+            tl.store(result_ptrs, acc.to(result_ptr.dtype.element_ty), mask=out_mask)
+        else:
+            tl.store(out_ptrs, acc, mask=out_mask)
+    else:
+        tl.store(out_ptrs, acc, mask=out_mask)

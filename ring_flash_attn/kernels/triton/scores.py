@@ -1,0 +1,94 @@
+"""What every Triton kernel does with a block of scores: scale, softcap, ALiBi, mask, dropout.
+
+Scores are kept in base 2, s = log2(e) · (score),
+so that exp is one instruction; the lse outside is natural.
+"""
+
+# fmt: off
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """a @ b in fp32. UPCAST: the interpreter multiplies bf16 wrongly."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def load_rows(
+    matrix, row, column, row_stride, inside, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    MASKED: tl.constexpr, GUARD: tl.constexpr,
+):
+    """ROWS × COLUMNS numbers of a matrix, from a descriptor (TMA) or a pointer.
+
+    With MASKED, rows that are not `inside` are 0. A descriptor reads what lies there,
+    which may be
+    another document's NaN: GUARD clears it. EVEN: COLUMNS is the width.
+    """
+    if TMA:
+        x = matrix.load([row, column])
+        if MASKED and GUARD:
+            x = tl.where(inside[:, None], x, 0.0)
+        return x
+    else:
+        rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        pointers = matrix + (row.to(tl.int64) * row_stride + column)
+        pointers += rows[:, None] * row_stride + columns[None, :]
+        if MASKED:
+            return tl.load(pointers, mask=inside[:, None] & (columns[None, :] < width), other=0.0)
+        elif EVEN:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=columns[None, :] < width, other=0.0)
+
+
+@triton.jit
+def finish_scores(
+    products, distance, slope, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr
+):
+    """q·k → (base-2 scores, tanh of the softcap). distance = key position − query position."""
+    if SOFTCAP:
+        x = products * (scale / softcap)
+        tanh = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+        square = x * x  # near 0 the difference cancels: the series is exact to fp32 there
+        series = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+        tanh = tl.where(square < 0.04, series, tanh)
+        s = tanh * (softcap * LOG2E)
+    else:
+        tanh = products
+        s = products * (scale * LOG2E)
+    if ALIBI:
+        s -= (slope * LOG2E) * tl.abs(distance).to(tl.float32)
+    return s, tanh
+
+
+@triton.jit
+def mix(x):
+    """MurmurHash3's finaliser on uint32; see kernels/dropout.py."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def spread(number):
+    return number.to(tl.uint32) * 0x9E3779B1
+
+
+@triton.jit
+def row_keys(seed_ptr, batch, head, tokens):
+    """The part of dropout's hash that does not depend on the key."""
+    seed = tl.load(seed_ptr)
+    word = mix((seed & 0xFFFFFFFF).to(tl.uint32)) ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    word = mix(mix(word) ^ spread(batch))
+    word = mix(word ^ spread(head))
+    return mix(word ^ spread(tokens))

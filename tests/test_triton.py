@@ -1,0 +1,149 @@
+"""The Triton kernel through Triton's interpreter on the CPU, every feature against the oracle.
+
+The interpreter has to be chosen before triton is imported, so the cases run in processes of their
+own, two at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+
+import ring_flash_attn as rfa
+from ring_flash_attn.cli.oracle import Rules, oracle
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+DTYPES = {
+    "fp32": (torch.float32, 2e-5),
+    "fp16": (torch.float16, 4e-3),
+    "bf16": (torch.bfloat16, 2e-2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call on virtual ranks; lengths of packed documents, or (batch, seqlen_q, seqlen_k)."""
+
+    lengths: tuple[int, ...] = (37, 0, 1, 50)
+    batch: tuple[int, int, int] | None = None
+    world_size: int = 2
+    layout: str = "zigzag"
+    route: str = "ring"
+    nheads: int = 4
+    nheads_k: int = 2
+    headdim: int = 16
+    headdim_v: int = 16
+    dtype: str = "fp32"
+    sink: bool = False
+    alibi: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "causal": Case(options={"causal": True}),
+    "full": Case(),
+    "window": Case(options={"causal": True, "window_size": (9, 0)}),
+    "window_both_sides": Case(layout="contiguous", options={"window_size": (7, 5)}),
+    "softcap": Case(options={"causal": True, "softcap": 2.0}),
+    "alibi": Case(options={"causal": True}, alibi=True),
+    "sink": Case(options={"causal": True}, sink=True),
+    "dropout": Case(options={"causal": True, "dropout_p": 0.3}),
+    "everything": Case(
+        alibi=True, sink=True, options={"causal": True, "window_size": (20, 0), "softcap": 3.0}
+    ),
+    "stripe": Case(layout="stripe", world_size=3, options={"causal": True}, alibi=True),
+    "query_ring": Case(route="query_ring", options={"causal": True}),
+    "all_gather": Case(
+        route="all_gather", layout="flat_zigzag", options={"causal": True, "heads_k_stride": 1}
+    ),
+    "one_rank": Case(world_size=1, options={"causal": True}),
+    "mha": Case(nheads=2, options={"causal": True}),
+    "mqa": Case(nheads_k=1, options={"causal": True}),
+    "headdim_40": Case(headdim=40, headdim_v=40, options={"causal": True}),
+    "headdim_59_v_24": Case(headdim=59, headdim_v=24, options={"causal": True}),
+    "headdim_128": Case(lengths=(70,), headdim=128, headdim_v=128, options={"causal": True}),
+    "more_keys": Case(batch=(2, 20, 45), options={"causal": True}),
+    "more_queries": Case(batch=(2, 45, 20), options={"causal": True}),
+    "batch": Case(batch=(2, 64, 64), layout="stripe", options={"causal": True}),
+    "whole_blocks": Case(batch=(1, 128, 128), layout="contiguous"),
+    "fp16": Case(dtype="fp16", options={"causal": True}),
+    "bf16": Case(dtype="bf16", options={"causal": True}),
+}
+
+
+def _inputs(case: Case) -> tuple[list[torch.Tensor], list[int] | None]:
+    generator = torch.Generator().manual_seed(0)
+    dtype, _ = DTYPES[case.dtype]
+    if case.batch is None:
+        cu_seqlens = [0, *torch.tensor(case.lengths).cumsum(0).tolist()]
+        rows_q = rows_k = (sum(case.lengths),)
+    else:
+        cu_seqlens = None
+        rows_q, rows_k = case.batch[:2], (case.batch[0], case.batch[2])
+    shapes = (
+        (*rows_q, case.nheads, case.headdim),
+        (*rows_k, case.nheads_k, case.headdim),
+        (*rows_k, case.nheads_k, case.headdim_v),
+        (*rows_q, case.nheads, case.headdim_v),
+    )
+    return [torch.randn(s, generator=generator).to(dtype) for s in shapes], cu_seqlens
+
+
+def _errors(case: Case) -> dict[str, float]:
+    """Relative errors of out, lse and all gradients against the oracle."""
+    (q, k, v, dout), cu_seqlens = _inputs(case)
+    sink = torch.linspace(-1, 1, case.nheads) if case.sink else None
+    slopes = torch.linspace(0.1, 0.8, case.nheads) if case.alibi else None
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, *([sink] if case.sink else []))]
+    torch.manual_seed(3)
+    out, lse, _ = rfa.virtual_ring_attention(
+        *leaves[:3],
+        world_size=case.world_size,
+        layout=case.layout,
+        route=case.route,
+        cu_seqlens=cu_seqlens,
+        kernel="triton",
+        sink=leaves[3] if case.sink else None,
+        alibi_slopes=slopes,
+        return_attn_probs=True,
+        **case.options,
+    )
+    grads = torch.autograd.grad(out, leaves, dout)
+    exact = [x.double().clone().requires_grad_() for x in leaves]
+    torch.manual_seed(3)
+    seed = int(torch.randint(1 << 62, (), dtype=torch.int64))
+    options = {name: x for name, x in case.options.items() if name != "heads_k_stride"}
+    rules = Rules(sink=exact[3] if case.sink else None, alibi_slopes=slopes, seed=seed, **options)
+    want, want_lse = oracle(*exact[:3], rules, cu_seqlens, cu_seqlens)
+    want_grads = torch.autograd.grad(want, exact, dout.double())
+    assert torch.equal(lse.isneginf(), want_lse.isneginf())
+    finite = ~want_lse.isneginf()
+    pairs = {"out": (out, want), "lse": (lse[finite], want_lse[finite])}
+    pairs |= {n: p for n, *p in zip(("dq", "dk", "dv", "dsink"), grads, want_grads, strict=False)}
+    return {n: float((a.double() - b).abs().max() / b.abs().max()) for n, (a, b) in pairs.items()}
+
+
+def _run(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, float]]:
+    return {name: _errors(CASES[name]) for name in names[rank::world_size]}
+
+
+@pytest.fixture(scope="module")
+def errors() -> Iterator[dict[str, dict[str, float]]]:
+    pool = Ranks(2, environment={"TRITON_INTERPRET": "1"})
+    yield {n: e for part in pool.run(_run, list(CASES), timeout=280) for n, e in part.items()}
+    pool.stop()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(errors: dict[str, dict[str, float]], name: str) -> None:
+    _, tolerance = DTYPES[CASES[name].dtype]
+    assert max(errors[name].values()) < tolerance, errors[name]
