@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from .comm import Transport
 from .kernels.base import Call, Grads, Kernel, Saved, State
 from .kernels.merge import merge
-from .plan import Payload, Plan, Side, Work
-from .walk import Field, Views, Walker, walk
+from .plan import Payload, Side, Work
+from .walk import Field, Path, Views, Walker, walk
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -25,13 +25,11 @@ class Local:
 
     Attributes:
         forward, backward: its steps.
-        sizes: rows of every shard that its plans speak of.
         transport: makes a fresh end for each walk.
     """
 
-    forward: Plan
-    backward: Plan
-    sizes: dict[tuple[Side, int], int]
+    forward: Path
+    backward: Path
     transport: Callable[[], Transport]
 
 
@@ -132,7 +130,7 @@ class _Forward(Walker):
         q, k, v = shard
         self.job = job
         call = job.call
-        super().__init__(local.forward, local.sizes, local.transport(), q.shape[0], q.device)
+        super().__init__(local.forward, local.transport(), q.shape[0], q.device)
         group = call.nheads // call.nheads_k
         self.fields = {
             (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, call.dtype),),
@@ -187,7 +185,7 @@ class _Backward(Walker):
         q, k, v = shard
         self.job = job
         call = job.call
-        super().__init__(local.backward, local.sizes, local.transport(), q.shape[0], q.device)
+        super().__init__(local.backward, local.transport(), q.shape[0], q.device)
         group = call.nheads // call.nheads_k
         row = Field(group, None, call.state_dtype)
         self.fields = {

@@ -14,8 +14,9 @@ from . import checks, comm
 from .attention import QKV, Job, Local, attention
 from .kernels.base import Call, choose_kernel
 from .llama3 import Llama3Problem
-from .plan import Plan, Problem, Side, make_plan
+from .plan import Problem, Side, make_plan
 from .tiles import Mask
+from .walk import Path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,9 +48,9 @@ class Options:
 
 def _check_shard(problem: AnyProblem, local: Local, q: Tensor, k: Tensor) -> None:
     """The shard has the rows that the layout gives this rank."""
-    rank = local.forward.rank
+    rank = local.forward.plan.rank
     for name, tensor, side in (("q", q, Side.QUERY), ("k", k, Side.KEY)):
-        size = local.sizes[side, rank]
+        size = local.forward.sizes[side, rank]
         if tensor.shape[1] != size:
             assert isinstance(problem, Problem), "equal shards by construction"
             lengths = problem.lengths_q if side is Side.QUERY else problem.lengths_k
@@ -154,18 +155,16 @@ def _plan(route: str, problem: AnyProblem, rank: int, transport: Any) -> Local:
 
 
 @functools.lru_cache(maxsize=64)  # plans of long packs are large; layers and backward share them
-def _planned(
-    route: str, problem: AnyProblem, rank: int
-) -> tuple[Plan, Plan, dict[tuple[Side, int], int]]:
+def _planned(route: str, problem: AnyProblem, rank: int) -> tuple[Path, Path]:
     # The cache keeps the problem it is asked with; so plan with one that can go.
     asked = replace(cast(Problem, problem))  # a Llama3Problem answers the same questions
-    forward, backward = (make_plan(route, asked, rank, direction) for direction in (False, True))
     sizes = {
         (side, owner): asked.size(side, owner)
         for side in Side
         for owner in range(problem.world_size)
     }
-    return forward, backward, sizes
+    forward, backward = (make_plan(route, asked, rank, direction) for direction in (False, True))
+    return Path(forward, sizes), Path(backward, sizes)
 
 
 def _signature(

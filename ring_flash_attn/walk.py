@@ -44,6 +44,9 @@ class Field:
 
     def of_heads(self, tensor: Tensor, heads: Heads) -> Tensor:
         """The part of a kernel-side tensor that belongs to some KV heads."""
+        dim = 1 if self.headdim is None else 2
+        if tensor.shape[dim] == (heads[1] - heads[0]) * self.heads:
+            return tensor
         at = slice(heads[0] * self.heads, heads[1] * self.heads)
         return tensor[:, at] if self.headdim is None else tensor[:, :, at]
 
@@ -63,12 +66,61 @@ class _Slot:
     heads: Heads
 
 
+class Path:
+    """A plan, and where its shards lie on the way; made once, walked many times.
+
+    Attributes:
+        plan: the steps of a rank.
+        sizes: number of rows of each side and owner that the plan speaks of.
+        last_use: after which step each buffer is free again.
+    """
+
+    def __init__(self, plan: Plan, sizes: dict[tuple[Side, int], int]) -> None:
+        self.plan, self.sizes = plan, sizes
+        self._places = self._find_places()
+        self.last_use = self._find_last_use()
+
+    def _find_places(self) -> dict[tuple[Payload, Side, int, Heads], tuple[_Slot, int]]:
+        """For shards that a launch takes from a buffer: the buffer, and their first row in it."""
+        places = {}
+        for step in self.plan.steps:
+            for work in step.work:
+                for side in Side:
+                    owners = work.owners(side)
+                    offsets = accumulate((self.sizes[side, o] for o in owners), initial=0)
+                    for owner, offset in zip(owners, offsets, strict=False):
+                        for payload in Payload:
+                            slot = _Slot(payload, side, owners, work.heads)
+                            places[payload, side, owner, work.heads] = slot, offset
+        return places
+
+    def place(self, transfer: Transfer) -> tuple[_Slot, int]:
+        """The buffer that a transfer fills or empties, and the shard's first row in it."""
+        side, owner, heads = transfer.side, transfer.owner, transfer.heads
+        alone = _Slot(transfer.payload, side, (owner,), heads), 0  # passes through, no launch
+        return self._places.get((transfer.payload, side, owner, heads), alone)
+
+    def _find_last_use(self) -> dict[int, list[_Slot]]:
+        """After which step each buffer is free again."""
+        last: dict[_Slot, int] = {}
+        for number, step in enumerate(self.plan.steps):
+            for work in step.work:
+                for side in Side:
+                    last[_Slot(Payload.INPUT, side, work.owners(side), work.heads)] = number
+            for transfer in step.transfers:
+                if transfer.source == self.plan.rank:
+                    last[self.place(transfer)[0]] = number
+        slots = defaultdict(list)
+        for slot, number in last.items():
+            slots[number].append(slot)
+        return slots
+
+
 class Walker:
     """One rank's way through a plan. Subclasses say what travels and what a launch does.
 
     Args:
-        plan: the steps of this rank.
-        sizes: number of rows of each side and owner that the plan speaks of.
+        path: the steps of this rank, and where shards lie.
         transport: this rank's end of the group.
         batch: sequences in the batch.
         device: of all tensors.
@@ -77,22 +129,13 @@ class Walker:
     fields: dict[tuple[Payload, Side], Fields]
     home: dict[tuple[Payload, Side], Views]  # this rank's own shards, as kernels see them
 
-    def __init__(
-        self,
-        plan: Plan,
-        sizes: dict[tuple[Side, int], int],
-        transport: Transport,
-        batch: int,
-        device: torch.device,
-    ) -> None:
-        self.plan, self.rank = plan, plan.rank
-        self._sizes, self._transport = sizes, transport
+    def __init__(self, path: Path, transport: Transport, batch: int, device: torch.device) -> None:
+        self.path, self.plan, self.rank = path, path.plan, path.plan.rank
+        self._sizes, self._transport = path.sizes, transport
         self._batch, self._device = batch, device
         self._buffers: dict[_Slot, Buffers] = {}
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self._arrivals: list[tuple[Transfer, Buffers]] = []
-        self._places = self._find_places()
-        self._last_use = self._find_last_use()
 
     # What subclasses fill in.
 
@@ -140,7 +183,7 @@ class Walker:
             if transfer.payload is Payload.RESULT:
                 self._add(transfer, buffers)
         self._arrivals.clear()
-        for slot in self._last_use.get(number, ()):
+        for slot in self.path.last_use.get(number, ()):
             self._give_back(self._buffers.pop(slot, ()))
 
     # Shards, wherever they lie.
@@ -199,7 +242,7 @@ class Walker:
         """Results of others have arrived: add ours, or pass them on if we have none."""
         fields = self.fields[transfer.payload, transfer.side]
         theirs = tuple(f.view(b) for f, b in zip(fields, buffers, strict=True))
-        slot, _ = self._place(transfer)
+        slot, _ = self.path.place(transfer)
         if transfer.owner == self.rank:
             home = self.home[transfer.payload, transfer.side]
             ours = tuple(f.of_heads(t, transfer.heads) for f, t in zip(fields, home, strict=True))
@@ -214,48 +257,9 @@ class Walker:
 
     # Buffers.
 
-    def _find_places(self) -> dict[tuple[Payload, Side, int, Heads], tuple[_Slot, int]]:
-        """For shards that a launch takes from a buffer: the buffer, and their first row in it."""
-        places = {}
-        for step in self.plan.steps:
-            for work in step.work:
-                for side in Side:
-                    owners = work.owners(side)
-                    offsets = accumulate((self._sizes[side, o] for o in owners), initial=0)
-                    for owner, offset in zip(owners, offsets, strict=False):
-                        for payload in Payload:
-                            slot = _Slot(payload, side, owners, work.heads)
-                            places[payload, side, owner, work.heads] = slot, offset
-        return places
-
-    def _place(self, transfer: Transfer) -> tuple[_Slot, int]:
-        payload, side, owner, heads = (
-            transfer.payload,
-            transfer.side,
-            transfer.owner,
-            transfer.heads,
-        )
-        alone = _Slot(payload, side, (owner,), heads), 0  # passes through without a launch
-        return self._places.get((payload, side, owner, heads), alone)
-
-    def _find_last_use(self) -> dict[int, list[_Slot]]:
-        """After which step each buffer is free again."""
-        last: dict[_Slot, int] = {}
-        for number, step in enumerate(self.plan.steps):
-            for work in step.work:
-                for side in Side:
-                    last[_Slot(Payload.INPUT, side, work.owners(side), work.heads)] = number
-            for transfer in step.transfers:
-                if transfer.source == self.rank:
-                    last[self._place(transfer)[0]] = number
-        slots = defaultdict(list)
-        for slot, number in last.items():
-            slots[number].append(slot)
-        return slots
-
     def _part(self, transfer: Transfer) -> Buffers:
         """The rows of one owner in the buffer where they lie."""
-        slot, offset = self._place(transfer)
+        slot, offset = self.path.place(transfer)
         size = self._sizes[transfer.side, transfer.owner]
         return tuple(buffer[offset : offset + size] for buffer in self._buffer(slot))
 

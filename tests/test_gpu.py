@@ -86,7 +86,7 @@ def test_virtual_ranks(layout: str, route: str, kernel: str, dtype: torch.dtype)
 
 
 HEADDIMS = [(16, 16), (40, 40), (59, 111), (64, 128), (96, 80), (128, 128), (192, 128), (256, 256)]
-LENGTHS_Q_K = [(1, 1), (113, 203), (640, 128), (1023, 1024)]
+LENGTHS_Q_K = [(1, 9), (113, 203), (640, 128), (1023, 1024)]
 FEATURES = {
     "full": {},
     "causal": {"causal": True},
@@ -105,7 +105,7 @@ GRID = [
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).abs().max())
+    return float((got.detach().double() - want).abs().max())
 
 
 def _grid(rank: int, world_size: int) -> tuple[int, list[str]]:
@@ -159,7 +159,8 @@ def test_triton(ranks) -> None:
     """Head dimensions, lengths, features, dtypes; on 8 processes, since compiling takes long."""
     parts = ranks(8, "gloo").run(_grid, timeout=580)
     assert sum(count for count, _ in parts) == len(GRID) * len(LENGTHS_Q_K) * len(NAMES)
-    assert [failure for _, failures in parts for failure in failures] == []
+    failures = [failure for _, failures in parts for failure in failures]
+    assert not failures, "\n".join(failures)
 
 
 def _plain(inputs: list[torch.Tensor], dout: torch.Tensor, rules: Rules) -> list[torch.Tensor]:
@@ -187,7 +188,7 @@ def test_triton_loses_nothing_by_distributing() -> None:
             causal=True,
         )
         got = [out, *torch.autograd.grad(out, leaves, dout)]
-        return [float((a.double() - b).square().mean().sqrt()) for a, b in zip(got, exact)]
+        return [float((a.detach().double() - b).square().mean().sqrt()) for a, b in zip(got, exact)]
 
     for name, one, eight in zip(NAMES, errors(1), errors(8), strict=True):
         assert eight <= 1.1 * one, (name, eight / one)
