@@ -182,7 +182,6 @@ class Function:
         source = head + textwrap.indent(self.body, "    ")
         code = compile(source, f"<{self.name}>", "exec", flags=annotations.compiler_flag)
         scope: dict[str, Any] = {
-            **{name: getattr(signatures, name) for name in ("Tensor", "CuSeqlens", "Output")},
             "_template": _outside_graphs(self.template),
             "_unpack": unpack,
             "__name__": module,
