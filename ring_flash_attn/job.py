@@ -110,7 +110,8 @@ def run_on_group(
     _check_shard(problem, local, q, k)
     call = _call(q, k, v, opts)
     kernel = choose_kernel(opts.kernel, call)
-    comm.agree(_signature(route, problem, call, kernel.name, (q, k, v), same), group)
+    inputs = (q, k, v) if opts.sink is None else (q, k, v, opts.sink)
+    comm.agree(_signature(route, problem, call, kernel.name, inputs, same), group)
     if call.dropout_p:
         call = replace(call, seed=comm.share_seed(_draw_seed(), group, q.device))
     ((out, lse),) = attention(Job((local,), kernel, call), [(q, k, v)], opts.sink)
@@ -168,7 +169,12 @@ def _planned(route: str, problem: AnyProblem, rank: int) -> tuple[Path, Path]:
 
 
 def _signature(
-    route: str, problem: AnyProblem, call: Call, kernel: str, qkv: QKV, same: Mapping[str, object]
+    route: str,
+    problem: AnyProblem,
+    call: Call,
+    kernel: str,
+    inputs: Sequence[Tensor],
+    same: Mapping[str, object],
 ) -> tuple[tuple[str, object], ...]:
     """What has to be equal on all ranks, hashable."""
     layout = problem.layout.name if isinstance(problem, Problem) else "llama3"
@@ -189,7 +195,7 @@ def _signature(
         ("sink", call.sink),
         ("deterministic", call.deterministic),
         ("heads_k_stride", problem.heads_k_stride),
-        ("needs gradients", torch.is_grad_enabled() and any(x.requires_grad for x in qkv)),
+        ("needs gradients", torch.is_grad_enabled() and any(x.requires_grad for x in inputs)),
         *same.items(),
     )
 

@@ -137,13 +137,54 @@ def _run(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, fl
 
 
 @pytest.fixture(scope="module")
-def errors() -> Iterator[dict[str, dict[str, float]]]:
+def pool() -> Iterator[Ranks]:
     pool = Ranks(2, environment={"TRITON_INTERPRET": "1"})
-    yield {n: e for part in pool.run(_run, list(CASES), timeout=280) for n, e in part.items()}
+    yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="module")
+def errors(pool: Ranks) -> dict[str, dict[str, float]]:
+    return {n: e for part in pool.run(_run, list(CASES), timeout=280) for n, e in part.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(errors: dict[str, dict[str, float]], name: str) -> None:
     _, tolerance = DTYPES[CASES[name].dtype]
     assert max(errors[name].values()) < tolerance, errors[name]
+
+
+def _with_nan(rank: int, world_size: int) -> list[int]:
+    """NaNs in the results of one document when its neighbour is all NaN, for several windows."""
+    counts = []
+    for causal, window in [(True, (7, 0)), (False, (7, 5)), (False, (-1, 5)), (True, (-1, -1))]:
+        leaves = [torch.randn(128, 2, 16) for _ in range(3)]
+        dout = torch.randn(128, 2, 16)
+        for x in (*leaves, dout):
+            x[64:] = torch.nan
+        leaves = [x.requires_grad_() for x in leaves]
+        cu_seqlens = torch.tensor([0, 64, 128], dtype=torch.int32)
+        out = rfa.triton_flash_attn_varlen_func(
+            *leaves, cu_seqlens, cu_seqlens, 64, 64, causal=causal, window_size=window
+        )
+        grads = torch.autograd.grad(out, leaves, dout)
+        counts += [int(x[:64].isnan().sum()) for x in (out, *grads)]
+    return counts
+
+
+def test_documents_do_not_leak(pool: Ranks) -> None:
+    """Blocks that a window starts in the middle of a document reach into the next one."""
+    for counts in pool.run(_with_nan):
+        assert counts == [0] * 16
+
+
+def test_blocks_of_the_loop_divide_those_of_the_program() -> None:
+    """`Table.ragged` counts on it: whole programs start at multiples of the loop's block."""
+    from ring_flash_attn.kernels.triton.config import _HOPPER, _SMALL
+
+    for table in (_HOPPER, _SMALL):
+        for (kernel, _), blocks in table.items():
+            own, loop = blocks.rows, blocks.columns
+            if kernel == "keys":
+                own, loop = loop, own
+            assert own % loop == 0, (kernel, blocks)

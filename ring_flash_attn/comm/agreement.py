@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -28,7 +29,8 @@ Signature = tuple[tuple[str, object], ...]  # name and value of all that has to 
 class _Known:
     """What this rank has agreed upon in one group."""
 
-    def __init__(self) -> None:
+    def __init__(self, life: int) -> None:
+        self.life = life  # how often this rank has made a group on this store
         self.signatures: set[Signature] = set()
         self.rounds = 0
 
@@ -53,7 +55,11 @@ def agree(signature: Signature, group: ProcessGroup) -> None:
     """
     if check_mode() == "off" or dist.get_world_size(group) == 1:
         return
-    known = _known.setdefault(group, _Known())
+    if group not in _known:
+        _known[group] = _Known(
+            _store(group).add(f"ring_flash_attn/lives/{dist.get_rank(group)}", 1)
+        )
+    known = _known[group]
     if signature in known.signatures:
         return
     posted = _exchange(json.dumps(dict(signature)), group, known)
@@ -62,12 +68,16 @@ def agree(signature: Signature, group: ProcessGroup) -> None:
     known.signatures.add(signature)
 
 
+def _store(group: ProcessGroup) -> Any:
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
 def _exchange(text: str, group: ProcessGroup, known: _Known) -> dict[int, str]:
     """Post ours, and read what the others post within our patience."""
-    store = dist.distributed_c10d._get_process_group_store(group)
+    store = _store(group)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     known.rounds += 1
-    keys = [f"ring_flash_attn/{known.rounds}/{r}" for r in range(world_size)]
+    keys = [f"ring_flash_attn/{known.life}/{known.rounds}/{r}" for r in range(world_size)]
     store.set(keys[rank], text)
     try:
         store.wait(keys, PATIENCE)
@@ -75,7 +85,7 @@ def _exchange(text: str, group: ProcessGroup, known: _Known) -> dict[int, str]:
         keys = [key for key in keys if store.check([key])]
     posted = {int(key.rsplit("/", 1)[1]): store.get(key).decode() for key in keys}
     if len(posted) == world_size:  # all are here, so all have read the round before
-        store.delete_key(f"ring_flash_attn/{known.rounds - 1}/{rank}")
+        store.delete_key(f"ring_flash_attn/{known.life}/{known.rounds - 1}/{rank}")
     else:
         known.rounds -= 1  # whoever missed this round would start with it: so do we, next time
     return posted

@@ -77,8 +77,8 @@ class State:
     Attributes:
         out: (batch, seqlen_q, nheads, headdim_v), normalised so far; fp32 or fp64.
         lse: (batch, nheads, seqlen_q), natural logarithm; −inf where no key was seen. fp32 or fp64.
-        result: like `out` in the user's dtype: rows of tiles marked `last` must be written here
-            too. None where the output is not final here.
+        result: like `out` in the user's dtype: rows of tiles marked `last` must be written here,
+            and need not be in `out`. None where the output is not final here.
     """
 
     out: Tensor

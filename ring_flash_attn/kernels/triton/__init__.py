@@ -6,7 +6,7 @@ Read in this order: `scores.py` (what happens to a block of scores), `forward.py
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +27,7 @@ MAX_HEADDIM = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)  # decided when triton is imported
 
 
 class TritonKernel:
@@ -39,9 +38,10 @@ class TritonKernel:
     def why_not(self, call: Call) -> list[str]:
         """Device, dtype and head dimension decide."""
         reasons = []
-        if call.device.type != "cuda" and not _interpreted():
+        if call.device.type != "cuda" and not INTERPRETED:
             reasons.append(
-                f"needs a GPU, not {call.device} (TRITON_INTERPRET=1 runs it on the CPU)"
+                f"needs a GPU, not {call.device}; a process that is started with "
+                "TRITON_INTERPRET=1 runs it on the CPU, slowly"
             )
         if call.dtype not in _DTYPES:
             reasons.append(f"dtype {call.dtype} is not fp16, bf16 or fp32")
@@ -62,7 +62,7 @@ class TritonKernel:
         result = state.out if state.result is None else state.result
         _launch(
             forward_kernel,
-            (len(work.blocks), q.shape[0] * call.nheads),
+            q.shape[0],
             (
                 Matrix(q, blocks.rows),
                 Matrix(k, blocks.columns),
@@ -102,8 +102,7 @@ class TritonKernel:
             work = table(tiles, blocks.columns if by_key else blocks.rows, by_key, q.device)
             read = [Matrix(q, blocks.rows), *(Matrix(x, blocks.columns) for x in (k, v))]
             tensors = (*read, Matrix(dout, blocks.rows), *saved_rows, *into)
-            grid = (len(work.blocks), q.shape[0] * heads)
-            _launch(kernel, grid, tensors, work, call, heads, blocks)
+            _launch(kernel, q.shape[0], tensors, work, call, heads, blocks)
 
 
 class Matrix:
@@ -150,7 +149,7 @@ class Matrix:
 
 def _launch(
     kernel: Any,
-    grid: tuple[int, int],
+    batch: int,
     tensors: tuple[Tensor | Matrix, ...],
     work: Table,
     call: Call,
@@ -173,7 +172,8 @@ def _launch(
             arguments.append(x)
             strides += x.stride()[:3]
     some = work.blocks  # stands in for what is not there; never read
-    kernel[grid](
+    launch = functools.partial(
+        kernel[(len(work.blocks) * batch * nheads,)],  # one axis: the others end at 65535
         *arguments,
         some if slopes is None else slopes.float().contiguous(),
         some if call.seed is None else call.seed,
@@ -188,6 +188,7 @@ def _launch(
         call.headdim_v,
         nheads,
         call.nheads // call.nheads_k,
+        len(work.blocks),
         *strides,
         0 if slopes is None or slopes.dim() == 1 else call.nheads,
         D=depth,
@@ -202,11 +203,16 @@ def _launch(
         ALIBI=slopes is not None,
         DROPOUT=call.seed is not None,
         PRECISION="ieee" if call.dtype is torch.float32 else "tf32",
-        UPCAST=_interpreted() and call.dtype is torch.bfloat16,
+        UPCAST=INTERPRETED and call.dtype is torch.bfloat16,
         STAGES=blocks.stages,
         num_warps=blocks.warps,
         **flags,
     )
+    if call.device.type == "cuda":
+        with torch.cuda.device(call.device):  # Triton launches on the current one
+            launch()
+    else:
+        launch()
 
 
 KERNEL = TritonKernel()

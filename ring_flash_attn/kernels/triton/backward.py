@@ -49,6 +49,8 @@ def run_keys(
     numbers = tl.arange(0, BLOCK_M)
     for i in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         inside = i + numbers < q_len
+        at = (i + numbers).to(tl.int64)
+        lse_ptrs, delta_ptrs = lse_ptr + at * stride_lse, delta_ptr + at * stride_delta
         q = load_rows(
             q_mat, q_row + i, q_col, stride_q, inside, d, BLOCK_M, D, TMA, EVEN, MASKED, GUARD
         )
@@ -57,11 +59,11 @@ def run_keys(
             GUARD
         )
         if MASKED:
-            lse = tl.load(lse_ptr + (i + numbers) * stride_lse, mask=inside, other=float("inf"))
-            delta = tl.load(delta_ptr + (i + numbers) * stride_delta, mask=inside, other=0.0)
+            lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))
+            delta = tl.load(delta_ptrs, mask=inside, other=0.0)
         else:
-            lse = tl.load(lse_ptr + (i + numbers) * stride_lse)
-            delta = tl.load(delta_ptr + (i + numbers) * stride_delta)
+            lse = tl.load(lse_ptrs)
+            delta = tl.load(delta_ptrs)
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # saw no key: p = 0
         rows = (i + numbers)[None, :]
         p, slope_of_cap = probabilities(
@@ -87,7 +89,7 @@ def run_keys(
 def keys_kernel(
     q_mat, k_mat, v_mat, dout_mat, lse_ptr, delta_ptr, dk_ptr, dv_ptr, slopes_ptr, seed_ptr,
     blocks_ptr, tiles_ptr, scale, softcap, threshold, keep_scale, head_start, d, dv, nheads_k,
-    group,
+    group, count,
     q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol, v_stride,
     v_brow,
     v_bcol, v_hrow, v_hcol, o_stride,
@@ -100,11 +102,12 @@ def keys_kernel(
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one KV head: all query heads of its group, all tiles."""
-    entry = blocks_ptr + tl.program_id(0) * 12
+    entry = blocks_ptr + tl.program_id(0) % count * 12
     row, columns, j0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     first_tile, last_tile = tl.load(entry + 3), tl.load(entry + 4)
     position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
-    batch, head_k = tl.program_id(1) // nheads_k, tl.program_id(1) % nheads_k
+    pair = tl.program_id(0) // count
+    batch, head_k = pair // nheads_k, pair % nheads_k
     batch64 = batch.to(tl.int64)
 
     numbers = tl.arange(0, BLOCK_N)
@@ -224,7 +227,7 @@ def run_queries(
 @triton.jit
 def queries_kernel(
     q_mat, k_mat, v_mat, dout_mat, lse_ptr, delta_ptr, dq_ptr, slopes_ptr, seed_ptr, blocks_ptr,
-    tiles_ptr, scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group,
+    tiles_ptr, scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group, count,
     q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol, v_stride,
     v_brow, v_bcol, v_hrow,
     v_hcol, o_stride, o_brow, o_bcol, o_hrow, o_hcol, l_batch, l_head, l_row, e_batch, e_head,
@@ -236,11 +239,12 @@ def queries_kernel(
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     """dQ of BLOCK_M queries of one head: all tiles of the span."""
-    entry = blocks_ptr + tl.program_id(0) * 12
+    entry = blocks_ptr + tl.program_id(0) % count * 12
     row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     tile, last_tile = tl.load(entry + 3), tl.load(entry + 4)
     position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
-    batch, head = tl.program_id(1) // nheads, tl.program_id(1) % nheads
+    pair = tl.program_id(0) // count
+    batch, head = pair // nheads, pair % nheads
     batch64, head_k = batch.to(tl.int64), head // group
 
     numbers = tl.arange(0, BLOCK_M)

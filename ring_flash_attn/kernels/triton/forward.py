@@ -78,7 +78,7 @@ def run(
 def forward_kernel(
     q_mat, k_mat, v_mat, out_ptr, lse_ptr, result_ptr, slopes_ptr, seed_ptr, blocks_ptr,
     tiles_ptr,
-    scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group,
+    scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group, count,
     q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol, v_stride,
     v_brow, v_bcol,
     v_hrow, v_hcol, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
@@ -89,11 +89,12 @@ def forward_kernel(
     DROPOUT: tl.constexpr, SINK: tl.constexpr, RESULT: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):
-    entry = blocks_ptr + tl.program_id(0) * 12
+    entry = blocks_ptr + tl.program_id(0) % count * 12
     row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     tile, last_tile, flags = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
     position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
-    batch, head = tl.program_id(1) // nheads, tl.program_id(1) % nheads
+    pair = tl.program_id(0) // count
+    batch, head = pair // nheads, pair % nheads
     head_k = head // group
 
     # Queries stay in registers or shared memory for the whole program.

@@ -32,18 +32,19 @@ class Table:
         tiles: (tiles, 8) int32: row of the other side, its length, low, high, position, token.
         windowed: some tile's band starts inside: there is an edge on the left.
         full: every tile's queries see all of its keys.
-        lengths: of the other sides; blocks that do not divide them reach beyond their end.
+        marks: lengths of the other sides, and where bands start inside them, relative to the row;
+            blocks that do not divide all of them may reach beyond the end of the other side.
     """
 
     blocks: Tensor
     tiles: Tensor
     windowed: bool
-    lengths: frozenset[int]
+    marks: frozenset[int]
     full: bool
 
     def ragged(self, block: int) -> bool:
-        """Whether blocks of the other side reach beyond its end."""
-        return any(length % block for length in self.lengths)
+        """Whether blocks of the other side may reach beyond its end."""
+        return any(mark % block for mark in self.marks)
 
 
 _tables: OrderedDict[tuple[int, int, bool, torch.device], tuple[Sequence[Tile], Table]]
@@ -79,10 +80,12 @@ def _build(tiles: Sequence[Tile], block: int, by_key: bool, device: torch.device
     blocks: list[list[int]] = []
     others: list[list[int]] = []
     work: list[int] = []
+    marks: set[int] = set()
     for items in groups.values():
         own, flags = items[0][0], items[0][4]
         begin = len(others)
         for _, other, low, high, _ in items:
+            marks |= {other.length, *([low] if low > 1 - own.length else [])}
             others.append([other.start, other.length, low, high, other.position, other.index, 0, 0])
         for i in range(0, own.length, block):
             rows = min(block, own.length - i)
@@ -96,7 +99,7 @@ def _build(tiles: Sequence[Tile], block: int, by_key: bool, device: torch.device
         _on(device, [blocks[n] for n in order]),
         _on(device, others),
         windowed,
-        frozenset(row[1] for row in others),
+        frozenset(marks),
         all(tile.full for tile in tiles),
     )
 
