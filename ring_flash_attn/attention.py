@@ -14,7 +14,7 @@ from .comm import Transport
 from .kernels.base import Call, Grads, Kernel, Saved, State
 from .kernels.merge import merge
 from .plan import Payload, Side, Work
-from .walk import Field, Path, Views, Walker, walk
+from .walk import Field, Only, Path, Views, Walker, walk
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -66,15 +66,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, job: Job, sink: Tensor | None, *flat: Tensor) -> tuple[Tensor, ...]:
-        shards = _by_rank(flat)
-        with torch.autocast(job.call.device.type, enabled=False):
-            walkers = [
-                _Forward(job, local, shard, sink)
-                for local, shard in zip(job.ranks, shards, strict=True)
-            ]
-            walk(walkers)
-            outs = [walker.out() for walker in walkers]
-        lses = [walker.state.lse for walker in walkers]
+        results = forward(job, _by_rank(flat), sink)
+        outs, lses = [out for out, _ in results], [lse for _, lse in results]
         ctx.job = job
         ctx.save_for_backward(sink, *flat, *outs, *lses)
         ctx.set_materialize_grads(False)
@@ -83,38 +76,100 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        job: Job = ctx.job
-        count = len(job.ranks)
+        count = len(ctx.job.ranks)
         sink, *saved = ctx.saved_tensors
-        shards, outs, lses = _by_rank(saved), saved[3 * count : 4 * count], saved[4 * count :]
-        dsink = None if sink is None else torch.zeros_like(sink, dtype=job.call.state_dtype)
-        with torch.autocast(job.call.device.type, enabled=False):
-            walkers = []
-            for i, local in enumerate(job.ranks):
-                dout, dlse = grads[i], grads[count + i]
-                dout = torch.zeros_like(outs[i]) if dout is None else dout
-                delta = _delta(dout, outs[i], dlse, job.call)
-                if dsink is not None:
-                    dsink -= _sink_part(sink, lses[i], delta)
-                kept = Saved(lses[i], delta)
-                walkers.append(_Backward(job, local, shards[i], dout, kept))
-            walk(walkers)
-            flat = [grad for walker in walkers for grad in walker.grads()]
-        if dsink is not None:
-            dsink = dsink.to(sink.dtype)
-        return None, dsink, *flat
+        outs, lses = saved[3 * count : 4 * count], saved[4 * count :]
+        results = list(zip(outs, lses, strict=True))
+        given = list(zip(grads[:count], grads[count:], strict=True))
+        dsink, found = backward(ctx.job, _by_rank(saved[: 3 * count]), sink, results, given)
+        return None, dsink, *(grad for shard in found for grad in shard)
 
 
 def _by_rank(flat: Sequence[Tensor]) -> list[QKV]:
-    """q0, k0, v0, q1, … → (q0, k0, v0), …; anything after a multiple of three is ignored."""
-    return list(zip(flat[0::3], flat[1::3], flat[2::3], strict=False))
+    """q0, k0, v0, q1, … → (q0, k0, v0), …"""
+    return list(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
 
 
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, call: Call) -> Tensor:
-    """(batch, nheads, seqlen_q): the sum of dout · out, less the gradient of lse."""
-    products = dout.to(call.state_dtype) * out.to(call.state_dtype)
-    delta = products.sum(-1).transpose(1, 2).contiguous()
-    return delta if dlse is None else delta - dlse
+def forward(job: Job, shards: Sequence[QKV], sink: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """(out, lse) of each rank of this process, without autograd."""
+    with torch.autocast(job.call.device.type, enabled=False):
+        if (only := job.ranks[0].forward.only) is not None:
+            return [_forward_at_once(job, only, shards[0], sink)]
+        walkers = [
+            _Forward(job, local, shard, sink)
+            for local, shard in zip(job.ranks, shards, strict=True)
+        ]
+        walk(walkers)
+        return [(walker.out(), walker.state.lse) for walker in walkers]
+
+
+def backward(
+    job: Job,
+    shards: Sequence[QKV],
+    sink: Tensor | None,
+    results: Sequence[tuple[Tensor, Tensor]],
+    given: Sequence[tuple[Tensor | None, Tensor | None]],
+) -> tuple[Tensor | None, list[QKV]]:
+    """From the gradients of (out, lse) of each rank those of sink and of (q, k, v) of each rank."""
+    call = job.call
+    dsink = None if sink is None else torch.zeros_like(sink, dtype=call.state_dtype)
+    with torch.autocast(call.device.type, enabled=False):
+        douts, kept = [], []
+        for (out, lse), (dout, dlse) in zip(results, given, strict=True):
+            douts.append(torch.zeros_like(out) if dout is None else dout)
+            delta = job.kernel.delta(douts[-1], out, call)
+            kept.append(Saved(lse, delta if dlse is None else delta - dlse))
+            if sink is not None and dsink is not None:
+                dsink -= _sink_part(sink, lse, kept[-1].delta)
+        if (only := job.ranks[0].backward.only) is not None:
+            grads = [_backward_at_once(job, only, shards[0], douts[0], kept[0])]
+        else:
+            walkers = [
+                _Backward(job, *of_rank)
+                for of_rank in zip(job.ranks, shards, douts, kept, strict=True)
+            ]
+            walk(walkers)
+            grads = [walker.grads() for walker in walkers]
+    return None if sink is None or dsink is None else dsink.to(sink.dtype), grads
+
+
+def _forward_at_once(
+    job: Job, only: Only, shard: QKV, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One launch for all: nothing is carried, and the kernel writes what the user gets."""
+    q, k, v = shard
+    out, lse = _empty_state(q, job.call, job.call.dtype, sink, only.covers_queries)
+    job.kernel.forward(q, k, v, only.tiles, State(out, lse), job.call)
+    return out, lse
+
+
+def _backward_at_once(job: Job, only: Only, shard: QKV, dout: Tensor, saved: Saved) -> QKV:
+    q, k, v = shard
+    make_q = torch.empty_like if only.covers_queries else torch.zeros_like
+    make_k = torch.empty_like if only.covers_keys else torch.zeros_like
+    compact = torch.contiguous_format
+    grads = (
+        make_q(q, memory_format=compact),
+        make_k(k, memory_format=compact),
+        make_k(v, memory_format=compact),
+    )
+    job.kernel.backward(dout, q, k, v, only.tiles, saved, Grads(*grads, fresh=True), job.call)
+    return grads
+
+
+def _empty_state(
+    q: Tensor, call: Call, dtype: torch.dtype, sink: Tensor | None, covered: bool
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) before the first launch. Nothing has to be cleared if launches cover every row."""
+    batch, length, nheads, _ = q.shape
+    make = torch.empty if covered else torch.zeros
+    out = make((batch, length, nheads, call.headdim_v), dtype=dtype, device=q.device)
+    lse = torch.empty((batch, nheads, length), dtype=call.state_dtype, device=q.device)
+    if sink is not None:
+        lse.copy_(sink.to(lse.dtype)[:, None].expand_as(lse))
+    elif not covered:
+        lse.fill_(-torch.inf)
+    return out, lse
 
 
 def _sink_part(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -140,10 +195,7 @@ class _Forward(Walker):
                 Field(group, None, call.state_dtype),
             ),
         }
-        out = q.new_zeros((*q.shape[:3], call.headdim_v), dtype=call.state_dtype)
-        lse = out.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf)
-        if sink is not None:
-            lse.copy_(sink.to(lse.dtype)[:, None].expand_as(lse))
+        out, lse = _empty_state(q, call, call.state_dtype, sink, self.plan.complete)
         final = self.plan.complete and call.dtype is not call.state_dtype
         self.state = State(out, lse, torch.empty_like(out, dtype=call.dtype) if final else None)
         self.home = {
@@ -223,11 +275,12 @@ class _Backward(Walker):
         for view in views:
             view.zero_()
 
-    def grads(self) -> list[Tensor]:
+    def grads(self) -> QKV:
         """dq, dk, dv of this rank's shards, in the user's dtype."""
         (dq,) = self.home[Payload.RESULT, Side.QUERY]
         dk, dv = self.home[Payload.RESULT, Side.KEY]
-        return [grad.to(self.job.call.dtype) for grad in (dq, dk, dv)]
+        dtype = self.job.call.dtype
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 def _key_fields(call: Call, dtype: torch.dtype) -> tuple[Field, Field]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .comm import Message, Transport
 from .plan import Heads, Payload, Plan, Side, Transfer, Work
+from .tiles import Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,15 @@ class _Slot:
     heads: Heads
 
 
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A launch that is all of a plan, and whether it touches every query and every key."""
+
+    tiles: tuple[Tile, ...]
+    covers_queries: bool
+    covers_keys: bool
+
+
 class Path:
     """A plan, and where its shards lie on the way; made once, walked many times.
 
@@ -73,12 +83,27 @@ class Path:
         plan: the steps of a rank.
         sizes: number of rows of each side and owner that the plan speaks of.
         last_use: after which step each buffer is free again.
+        only: the launch, if there is one for all and nothing to send.
     """
 
     def __init__(self, plan: Plan, sizes: dict[tuple[Side, int], int]) -> None:
         self.plan, self.sizes = plan, sizes
         self._places = self._find_places()
         self.last_use = self._find_last_use()
+        self.only = self._find_only()
+
+    def _find_only(self) -> Only | None:
+        launches = [work for step in self.plan.steps for work in step.work]
+        if len(launches) != 1 or any(step.transfers for step in self.plan.steps):
+            return None
+        tiles, rank = launches[0].tiles, self.plan.rank
+        rows = {tile.query.start: tile.query.length for tile in tiles}
+        columns = {tile.key.start: tile.key.length for tile in tiles}
+        return Only(
+            tiles,
+            sum(rows.values()) == self.sizes[Side.QUERY, rank],
+            sum(columns.values()) == self.sizes[Side.KEY, rank],
+        )
 
     def _find_places(self) -> dict[tuple[Payload, Side, int, Heads], tuple[_Slot, int]]:
         """For shards that a launch takes from a buffer: the buffer, and their first row in it."""

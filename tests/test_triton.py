@@ -179,7 +179,7 @@ def test_documents_do_not_leak(pool: Ranks) -> None:
 
 
 def test_blocks_of_the_loop_divide_those_of_the_program() -> None:
-    """`Table.ragged` counts on it: whole programs start at multiples of the loop's block."""
+    """`Table.ragged` counts on it: programs start at multiples of the loop's block."""
     from ring_flash_attn.kernels.triton.config import _HOPPER, _SMALL
 
     for table in (_HOPPER, _SMALL):

@@ -55,6 +55,14 @@ class Call:
         """Precision of state and gradient accumulators: fp32, for fp64 inputs fp64."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Everything but tensors' values and the mask; hashable."""
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes.dim()
+        sizes = (self.nheads, self.nheads_k, self.headdim, self.headdim_v, self.head_start)
+        numbers = (self.softmax_scale, self.softcap, self.dropout_p)
+        return self.device, self.dtype, sizes, numbers, slopes, self.seed is None, self.sink
+
     def of_heads(self, first: int, last: int) -> Call:
         """The part of the call that concerns KV heads first … last."""
         if (first, last) == (0, self.nheads_k):
@@ -75,8 +83,11 @@ class State:
     """What the forward pass carries from step to step, for all rows of a query shard.
 
     Attributes:
-        out: (batch, seqlen_q, nheads, headdim_v), normalised so far; fp32 or fp64.
+        out: (batch, seqlen_q, nheads, headdim_v), normalised so far; fp32 or fp64, or the user's
+            dtype where no row meets more than one launch. A tile marked `first` finds it empty: it
+            means 0, whatever is there.
         lse: (batch, nheads, seqlen_q), natural logarithm; −inf where no key was seen. fp32 or fp64.
+            A tile marked `first` finds it empty too, unless `Call.sink`.
         result: like `out` in the user's dtype: rows of tiles marked `last` must be written here,
             and need not be in `out`. None where the output is not final here.
     """
@@ -101,11 +112,17 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Grads:
-    """Accumulators, shaped like q, k and v, fp32 or fp64; kernels add to them."""
+    """Accumulators, shaped like q, k and v.
+
+    Attributes:
+        dq, dk, dv: fp32 or fp64, and kernels add to them; if `fresh`, of any dtype.
+        fresh: this is the only launch: kernels write to rows that tiles touch, whatever is there.
+    """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    fresh: bool = False
 
 
 class Kernel(Protocol):
@@ -125,6 +142,10 @@ class Kernel(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
     ) -> None:
         """Advance `state` by the keys of `tiles`."""
+        ...
+
+    def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
+        """(batch, nheads, seqlen_q): the sum of dout · out, in the state's precision."""
         ...
 
     def backward(

@@ -1,12 +1,12 @@
 """Backward in two kernels, without atomics: one owns keys and sums dK and dV, one owns queries.
 
-Both recompute p = 2^(s − lse), where lse is that of the whole softmax over all steps,
-so that a step
-needs nothing from the others. With dp = dout · v' and delta = sum of dout · out:
+Both recompute p = 2^(s − lse), where lse is that of the whole softmax over all steps, so that a
+step needs nothing from the others. With dp = dout · v' and delta = sum of dout · out:
 
     dv = p' · dout      ds = p ∘ (dp − delta)      dk = ds' · q · scale      dq = ds · k · scale
 
-Each accumulator is read and added to once, at the end of a program. Always deterministic.
+Each accumulator is read and added to once, at the end of a program; FRESH ones are written, in the
+user's dtype. Always deterministic.
 """
 
 # fmt: off
@@ -14,7 +14,60 @@ Each accumulator is read and added to once, at the end of a program. Always dete
 import triton
 import triton.language as tl
 
-from .scores import LOG2E, dot, finish_scores, load_rows, mix, row_keys, spread
+from .scores import LOG2E, dot, finish_scores, load_rows, mix, place, row_keys, spread
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, dout_ptr, delta_ptr, length, nheads, dv, count, o_batch, o_row, o_head, g_batch,
+    g_row, g_head, g_last, BLOCK: tl.constexpr, DV: tl.constexpr,
+):
+    """delta = sum of dout · out for BLOCK rows of one head; delta is (batch, nheads, length)."""
+    pair = tl.program_id(0) // count
+    batch, head = (pair // nheads).to(tl.int64), pair % nheads
+    rows = tl.program_id(0) % count * BLOCK + tl.arange(0, BLOCK)
+    depth = tl.arange(0, DV)
+    mask = (rows < length)[:, None] & (depth < dv)[None, :]
+    here = rows.to(tl.int64)[:, None]
+    out_ptr += batch * o_batch + head * o_head
+    dout_ptr += batch * g_batch + head * g_head
+    out = tl.load(out_ptr + here * o_row + depth[None, :], mask=mask, other=0.0)
+    dout = tl.load(dout_ptr + here * g_row + depth[None, :] * g_last, mask=mask, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(delta_ptr + pair.to(tl.int64) * length + rows, delta, mask=rows < length)
+
+
+@triton.jit
+def stats_kernel(
+    lse_ptr, delta_ptr, stats_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head,
+    e_row, BLOCK: tl.constexpr,
+):
+    """(lse, delta) of a row side by side, lse in base 2 and +inf where no key was seen: p = 0.
+
+    Side by side, a block's numbers are one short contiguous load. Read from two tensors they would
+    be fetched number by number, by every thread that needs them, in each turn of the loop.
+    """
+    pair = tl.program_id(0) // count
+    batch, head = (pair // nheads).to(tl.int64), (pair % nheads).to(tl.int64)
+    rows = (tl.program_id(0) % count * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    mask = rows < length
+    lse = tl.load(lse_ptr + batch * l_batch + head * l_head + rows * l_row, mask=mask)
+    delta = tl.load(delta_ptr + batch * e_batch + head * e_head + rows * e_row, mask=mask)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    stats_ptr += (pair.to(tl.int64) * length + rows) * 2
+    tl.store(stats_ptr, lse, mask=mask)
+    tl.store(stats_ptr + 1, delta, mask=mask)
+
+
+@triton.jit
+def load_stats(stats_ptr, i, length, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """lse and delta of BLOCK rows from i on; 0 beyond `length`, where masks hide the row."""
+    numbers = i * 2 + tl.arange(0, 2 * BLOCK)
+    if MASKED:
+        pairs = tl.load(stats_ptr + numbers, mask=numbers < 2 * length, other=0.0)
+    else:
+        pairs = tl.load(stats_ptr + numbers)
+    return tl.split(tl.reshape(pairs, [BLOCK, 2]))
 
 
 @triton.jit
@@ -34,12 +87,18 @@ def probabilities(
 
 
 @triton.jit
+def put(pointers, x, mask, FRESH: tl.constexpr):
+    """Add x to what is there, or FRESH put it there."""
+    if not FRESH:
+        x += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def run_keys(
-    dk, dv_acc, k, v, q_mat, dout_mat, q_row, q_col, o_row, o_col, lse_ptr, delta_ptr, begin,
-    end, q_len, low, high, columns_j,
-    distance, key_words, seed_ptr, batch, head, token, slope, scale, softcap, threshold,
-    keep_scale,
-    stride_q, stride_o, stride_lse, stride_delta, stride, d, dv,
+    dk, dv_acc, k, v, q_mat, dout_mat, q_row, q_col, o_row, o_col, stats_ptr, begin, end, q_len,
+    low, high, columns_j, distance, key_words, seed_ptr, batch, head, token, slope, scale,
+    softcap, threshold, keep_scale, stride_q, stride_o, stride, d, dv,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
@@ -49,8 +108,6 @@ def run_keys(
     numbers = tl.arange(0, BLOCK_M)
     for i in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
         inside = i + numbers < q_len
-        at = (i + numbers).to(tl.int64)
-        lse_ptrs, delta_ptrs = lse_ptr + at * stride_lse, delta_ptr + at * stride_delta
         q = load_rows(
             q_mat, q_row + i, q_col, stride_q, inside, d, BLOCK_M, D, TMA, EVEN, MASKED, GUARD
         )
@@ -58,13 +115,7 @@ def run_keys(
             dout_mat, o_row + i, o_col, stride_o, inside, dv, BLOCK_M, DV, TMA, EVEN, MASKED,
             GUARD
         )
-        if MASKED:
-            lse = tl.load(lse_ptrs, mask=inside, other=float("inf"))
-            delta = tl.load(delta_ptrs, mask=inside, other=0.0)
-        else:
-            lse = tl.load(lse_ptrs)
-            delta = tl.load(delta_ptrs)
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # saw no key: p = 0
+        lse, delta = load_stats(stats_ptr, i, q_len, BLOCK_M, MASKED)
         rows = (i + numbers)[None, :]
         p, slope_of_cap = probabilities(
             dot(k, tl.trans(q), PRECISION, UPCAST), distance[:, None] - rows * stride,
@@ -87,26 +138,22 @@ def run_keys(
 
 @triton.jit
 def keys_kernel(
-    q_mat, k_mat, v_mat, dout_mat, lse_ptr, delta_ptr, dk_ptr, dv_ptr, slopes_ptr, seed_ptr,
-    blocks_ptr, tiles_ptr, scale, softcap, threshold, keep_scale, head_start, d, dv, nheads_k,
-    group, count,
-    q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol, v_stride,
-    v_brow,
-    v_bcol, v_hrow, v_hcol, o_stride,
-    o_brow, o_bcol, o_hrow, o_hcol,
-    l_batch, l_head, l_row, e_batch, e_head, e_row, dk_batch, dk_row, dk_head, dv_batch, dv_row,
-    dv_head, slopes_batch,
+    q_mat, k_mat, v_mat, dout_mat, stats_ptr, dk_ptr, dv_ptr, slopes_ptr, seed_ptr, blocks_ptr,
+    tiles_ptr, scale, softcap, threshold, keep_scale, head_start, d, dv, nheads_k, group, count,
+    section, q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol,
+    v_stride, v_brow, v_bcol, v_hrow, v_hcol, o_stride, o_brow, o_bcol, o_hrow, o_hcol,
+    s_batch, s_head, s_row, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, slopes_batch,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, STAGES: tl.constexpr, FRESH: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one KV head: all query heads of its group, all tiles."""
-    entry = blocks_ptr + tl.program_id(0) % count * 12
+    block, pair = place(count, section)
+    entry = blocks_ptr + block * 12
     row, columns, j0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     first_tile, last_tile = tl.load(entry + 3), tl.load(entry + 4)
     position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
-    pair = tl.program_id(0) // count
     batch, head_k = pair // nheads_k, pair % nheads_k
     batch64 = batch.to(tl.int64)
 
@@ -114,8 +161,7 @@ def keys_kernel(
     valid = numbers < columns
     depth, depth_v = tl.arange(0, D), tl.arange(0, DV)
     here = (row + numbers).to(tl.int64)
-    k_mask, v_mask = valid[:, None] & (depth[None, :] < d), valid[:, None] & (depth_v[None,
-    :] < dv)
+    k_mask, v_mask = valid[:, None] & (depth < d)[None, :], valid[:, None] & (depth_v < dv)[None, :]
     k_row0, k_col = batch * k_brow + head_k * k_hrow, batch * k_bcol + head_k * k_hcol
     v_row0, v_col = batch * v_brow + head_k * v_hrow, batch * v_bcol + head_k * v_hcol
     k = load_rows(
@@ -136,8 +182,7 @@ def keys_kernel(
             slope = tl.load(slopes_ptr + batch * slopes_batch + head)
         q_row0, q_col = batch * q_brow + head * q_hrow, batch * q_bcol + head * q_hcol
         o_row0, o_col = batch * o_brow + head * o_hrow, batch * o_bcol + head * o_hcol
-        lse_base = lse_ptr + batch64 * l_batch + head * l_head
-        delta_base = delta_ptr + batch64 * e_batch + head * e_head
+        stats_base = stats_ptr + batch64 * s_batch + head.to(tl.int64) * s_head
         tile = first_tile
         while tile < last_tile:
             at = tiles_ptr + tile * 8
@@ -154,30 +199,24 @@ def keys_kernel(
             whole = edge + tl.maximum(whole - edge, 0) // BLOCK_M * BLOCK_M
             dk, dv_acc = run_keys(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
-                lse_base + other64 * l_row, delta_base + other64 * e_row, begin, edge, q_len, low,
-                high, columns_j, distance, key_words, seed_ptr, batch, head + head_start, q_index,
-                slope, scale, softcap, threshold, keep_scale, q_stride, o_stride, l_row, e_row,
-                stride, d,
-                dv, D, DV, EVEN, TMA, GUARD, BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, PRECISION,
-                UPCAST, STAGES,
+                stats_base + other64 * s_row, begin, edge, q_len, low, high, columns_j, distance,
+                key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
+                threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
+                BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
             )
             dk, dv_acc = run_keys(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
-                lse_base + other64 * l_row, delta_base + other64 * e_row, edge, whole, q_len, low,
-                high, columns_j, distance, key_words, seed_ptr, batch, head + head_start, q_index,
-                slope, scale, softcap, threshold, keep_scale, q_stride, o_stride, l_row, e_row,
-                stride, d,
-                dv, D, DV, EVEN, TMA, GUARD, BLOCK_M, False, SOFTCAP, ALIBI, DROPOUT, PRECISION,
-                UPCAST, STAGES,
+                stats_base + other64 * s_row, edge, whole, q_len, low, high, columns_j, distance,
+                key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
+                threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
+                BLOCK_M, False, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
             )
             dk, dv_acc = run_keys(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
-                lse_base + other64 * l_row, delta_base + other64 * e_row, whole, end, q_len, low,
-                high, columns_j, distance, key_words, seed_ptr, batch, head + head_start, q_index,
-                slope, scale, softcap, threshold, keep_scale, q_stride, o_stride, l_row, e_row,
-                stride, d,
-                dv, D, DV, EVEN, TMA, GUARD, BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, PRECISION,
-                UPCAST, STAGES,
+                stats_base + other64 * s_row, whole, end, q_len, low, high, columns_j, distance,
+                key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
+                threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
+                BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
             )
             tile += 1
 
@@ -185,15 +224,15 @@ def keys_kernel(
     dk_ptrs += here[:, None] * dk_row + depth[None, :]
     dv_ptrs = dv_ptr + batch64 * dv_batch + head_k * dv_head
     dv_ptrs += here[:, None] * dv_row + depth_v[None, :]
-    tl.store(dk_ptrs, tl.load(dk_ptrs, mask=k_mask, other=0.0) + dk * scale, mask=k_mask)
-    tl.store(dv_ptrs, tl.load(dv_ptrs, mask=v_mask, other=0.0) + dv_acc, mask=v_mask)
+    put(dk_ptrs, dk * scale, k_mask, FRESH)
+    put(dv_ptrs, dv_acc, v_mask, FRESH)
 
 
 @triton.jit
 def run_queries(
     dq, q, dout, lse, delta, k_mat, v_mat, k_row, k_col, v_row, v_col, begin, end, k_len, low,
-    high, rows_i, distance, row_hash,
-    token, slope, scale, softcap, threshold, keep_scale, stride_k, stride_v, stride, d, dv,
+    high, rows_i, distance, row_hash, token, slope, scale, softcap, threshold, keep_scale,
+    stride_k, stride_v, stride, d, dv,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     GUARD: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
@@ -210,12 +249,12 @@ def run_queries(
             v_mat, v_row + j, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD
         )
         keys = (j + columns)[None, :]
-        p, slope_of_cap = probabilities(
-            dot(q, tl.trans(k), PRECISION, UPCAST), distance[:, None] + keys * stride,
-            keys - rows_i[:, None], low, high, inside[None, :], lse[:, None],
-            slope, scale, softcap, MASKED, SOFTCAP, ALIBI,
-        )
+        products = dot(q, tl.trans(k), PRECISION, UPCAST)
         dp = dot(dout, tl.trans(v), PRECISION, UPCAST)
+        p, slope_of_cap = probabilities(
+            products, distance[:, None] + keys * stride, keys - rows_i[:, None], low, high,
+            inside[None, :], lse[:, None], slope, scale, softcap, MASKED, SOFTCAP, ALIBI,
+        )
         if DROPOUT:
             kept = mix(row_hash[:, None] ^ spread(token + keys * stride)) >= threshold
             dp = tl.where(kept, dp * keep_scale, 0.0)
@@ -226,24 +265,22 @@ def run_queries(
 
 @triton.jit
 def queries_kernel(
-    q_mat, k_mat, v_mat, dout_mat, lse_ptr, delta_ptr, dq_ptr, slopes_ptr, seed_ptr, blocks_ptr,
-    tiles_ptr, scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group, count,
-    q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol, v_stride,
-    v_brow, v_bcol, v_hrow,
-    v_hcol, o_stride, o_brow, o_bcol, o_hrow, o_hcol, l_batch, l_head, l_row, e_batch, e_head,
-    e_row, dq_batch, dq_row, dq_head,
-    slopes_batch,
+    q_mat, k_mat, v_mat, dout_mat, stats_ptr, dq_ptr, slopes_ptr, seed_ptr, blocks_ptr, tiles_ptr,
+    scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group, count, section,
+    q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol,
+    v_stride, v_brow, v_bcol, v_hrow, v_hcol, o_stride, o_brow, o_bcol, o_hrow, o_hcol,
+    s_batch, s_head, s_row, dq_batch, dq_row, dq_head, slopes_batch,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, STAGES: tl.constexpr, FRESH: tl.constexpr,
 ):
     """dQ of BLOCK_M queries of one head: all tiles of the span."""
-    entry = blocks_ptr + tl.program_id(0) % count * 12
+    block, pair = place(count, section)
+    entry = blocks_ptr + block * 12
     row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     tile, last_tile = tl.load(entry + 3), tl.load(entry + 4)
     position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
-    pair = tl.program_id(0) // count
     batch, head = pair // nheads, pair % nheads
     batch64, head_k = batch.to(tl.int64), head // group
 
@@ -260,11 +297,8 @@ def queries_kernel(
     dout = load_rows(
         dout_mat, o_row0 + row, o_col, o_stride, valid, dv, BLOCK_M, DV, TMA, EVEN, True, False
     )
-    lse = tl.load(lse_ptr + batch64 * l_batch + head * l_head + here * l_row, mask=valid,
-    other=0.0)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # saw no key: p = 0
-    delta_ptrs = delta_ptr + batch64 * e_batch + head * e_head + here * e_row
-    delta = tl.load(delta_ptrs, mask=valid, other=0.0)
+    stats_ptr += batch64 * s_batch + head.to(tl.int64) * s_head + row.to(tl.int64) * s_row
+    lse, delta = load_stats(stats_ptr, 0, rows, BLOCK_M, True)
     k_row0, k_col = batch * k_brow + head_k * k_hrow, batch * k_bcol + head_k * k_hcol
     v_row0, v_col = batch * v_brow + head_k * v_hrow, batch * v_bcol + head_k * v_hcol
     slope = 0.0
@@ -288,30 +322,26 @@ def queries_kernel(
             edge = tl.maximum(i0 + rows - 1 + low, begin)
             edge = tl.minimum(begin + (edge - begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
             dq = run_queries(
-                dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row,
-                v_col, begin, edge, k_len, low, high, rows_i,
-                distance, row_hash, k_index, slope, scale, softcap, threshold, keep_scale,
-                k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, True,
-                SOFTCAP,
-                ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+                dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
+                begin, edge, k_len, low, high, rows_i, distance, row_hash, k_index, slope, scale,
+                softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN,
+                TMA, GUARD, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
             )
             begin = edge
         whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
         dq = run_queries(
             dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
-            begin, whole, k_len, low, high, rows_i,
-            distance, row_hash, k_index, slope, scale, softcap, threshold, keep_scale,
-            k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, False, SOFTCAP,
-            ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+            begin, whole, k_len, low, high, rows_i, distance, row_hash, k_index, slope, scale, softcap,
+            threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
+            BLOCK_N, False, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
         )
         dq = run_queries(
             dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
-            whole, end, k_len, low, high, rows_i,
-            distance, row_hash, k_index, slope, scale, softcap, threshold, keep_scale,
-            k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, True, SOFTCAP,
-            ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+            whole, end, k_len, low, high, rows_i, distance, row_hash, k_index, slope, scale, softcap,
+            threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
+            BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
         )
         tile += 1
 
     dq_ptrs = dq_ptr + batch64 * dq_batch + head * dq_head + here[:, None] * dq_row + depth[None, :]
-    tl.store(dq_ptrs, tl.load(dq_ptrs, mask=q_mask, other=0.0) + dq * scale, mask=q_mask)
+    put(dq_ptrs, dq * scale, q_mask, FRESH)

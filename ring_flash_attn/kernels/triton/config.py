@@ -22,23 +22,25 @@ class Blocks:
         columns: keys of a block.
         stages: blocks of the inner loop that are loaded ahead.
         warps: of a program.
+        registers: of a thread at most, so that more programs fit; 0 for no limit.
     """
 
     rows: int
     columns: int
     stages: int
     warps: int
+    registers: int = 0
 
 
 _INTERPRETED = Blocks(32, 32, 1, 4)
 _HOPPER = {  # (kernel, head dimension up to) → blocks
-    ("forward", 64): Blocks(64, 64, 3, 4),
-    ("forward", 128): Blocks(64, 64, 3, 4),
+    ("forward", 64): Blocks(64, 64, 3, 4, 168),
+    ("forward", 128): Blocks(64, 64, 2, 4),
     ("forward", 256): Blocks(64, 64, 2, 8),
-    ("keys", 64): Blocks(64, 64, 2, 4),
+    ("keys", 64): Blocks(64, 64, 3, 4),
     ("keys", 128): Blocks(64, 64, 2, 4),
     ("keys", 256): Blocks(32, 64, 1, 8),
-    ("queries", 64): Blocks(64, 64, 3, 4),
+    ("queries", 64): Blocks(64, 64, 3, 4, 168),
     ("queries", 128): Blocks(128, 64, 3, 8),
     ("queries", 256): Blocks(64, 32, 1, 8),
 }

@@ -1,8 +1,7 @@
 """Forward: the online softmax over a block of queries, going on from the state of earlier steps.
 
 One program owns BLOCK_M queries of one head and walks through the tiles of their span. In a tile it
-goes over the keys that the band `low <= j - i <= high` leaves,
-in up to three runs: an edge on the
+goes over the keys that the band `low <= j - i <= high` leaves, in up to three runs: an edge on the
 left (sliding window), whole blocks, an edge on the right (causal, end of the span).
 """
 
@@ -11,33 +10,55 @@ left (sliding window), whole blocks, an edge on the right (causal, end of the sp
 import triton
 import triton.language as tl
 
-from .scores import LN2, LOG2E, dot, finish_scores, load_rows, mix, row_keys, spread
+from .scores import LN2, LOG2E, dot, finish_scores, load_rows, mix, place, row_keys, spread
 
 CARRY = tl.constexpr(23.0)  # log2 of the weight that the state starts with; see `forward_kernel`
 
 
 @triton.jit
+def add_values(
+    acc, p, v_mat, v_row, v_col, stride_v, inside, dv, BLOCK_N: tl.constexpr, DV: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """acc + p · v for the BLOCK_N values from v_row on."""
+    v = load_rows(v_mat, v_row, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD)
+    if UPCAST:
+        return acc + dot(p.to(v.dtype), v, PRECISION, UPCAST)
+    else:
+        return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def run(
-    acc, m, total, q, k_mat, v_mat, k_row, k_col, v_row, v_col, begin, end, key_len, first, last,
+    acc, m, total, q, k_mat, v_mat, k_row, k_col, v_row, v_col, begin, end, k_len, first, last,
     distance, row_hash, token, slope, scale, softcap, threshold, stride_k, stride_v, stride, d,
     dv,
-    D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, GUARD: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Advance (acc, m, total) by keys begin … end, in blocks; row i sees keys first[i] … last[i].
 
-    m is the running maximum, total the running sum of 2^(s − m), acc that of 2^(s − m) · v.
+    m is the running maximum, total the running sum of p = 2^(s − m), acc that of p · v. A block's
+    p · v waits until the next block's scores are there: tensor cores multiply it while the other
+    units compute the next softmax. Before the first block p is 0, with any values it may see.
     """
     columns = tl.arange(0, BLOCK_N)
+    p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         keys = j + columns
-        inside = keys < key_len
         k = load_rows(
-            k_mat, k_row + j, k_col, stride_k, inside, d, BLOCK_N, D, TMA, EVEN, MASKED, False
+            k_mat, k_row + j, k_col, stride_k, keys < k_len, d, BLOCK_N, D, TMA, EVEN, MASKED, False
         )
         s = dot(q, tl.trans(k), PRECISION, UPCAST)
+        before = tl.maximum(j - BLOCK_N, begin)
+        acc = add_values(
+            acc * rescale[:, None], p, v_mat, v_row + before, v_col, stride_v,
+            before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, PRECISION, UPCAST
+        )
         if SOFTCAP or ALIBI:
             s, _ = finish_scores(
                 s, distance[:, None] + keys[None, :] * stride, slope, scale, softcap, SOFTCAP,
@@ -59,18 +80,16 @@ def run(
         p = tl.exp2(s * factor - m_safe[:, None])
         rescale = tl.exp2(m - m_safe)
         total = total * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
         if DROPOUT:
             bits = mix(row_hash[:, None] ^ spread(token + keys * stride)[None, :])
             p = tl.where(bits >= threshold, p, 0.0)
-        v = load_rows(
-            v_mat, v_row + j, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD
-        )
-        if UPCAST:
-            acc += dot(p.to(v.dtype), v, PRECISION, UPCAST)
-        else:
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         m = m_new
+    if begin < end:
+        before = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
+        acc = add_values(
+            acc * rescale[:, None], p, v_mat, v_row + before, v_col, stride_v,
+            before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, PRECISION, UPCAST
+        )
     return acc, m, total
 
 
@@ -78,7 +97,7 @@ def run(
 def forward_kernel(
     q_mat, k_mat, v_mat, out_ptr, lse_ptr, result_ptr, slopes_ptr, seed_ptr, blocks_ptr,
     tiles_ptr,
-    scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group, count,
+    scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group, count, section,
     q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol, v_stride,
     v_brow, v_bcol,
     v_hrow, v_hcol, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
@@ -89,11 +108,11 @@ def forward_kernel(
     DROPOUT: tl.constexpr, SINK: tl.constexpr, RESULT: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):
-    entry = blocks_ptr + tl.program_id(0) % count * 12
+    block, pair = place(count, section)
+    entry = blocks_ptr + block * 12
     row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     tile, last_tile, flags = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
     position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
-    pair = tl.program_id(0) // count
     batch, head = pair // nheads, pair % nheads
     head_k = head // group
 
@@ -109,8 +128,9 @@ def forward_kernel(
     k_row0, k_col = batch * k_brow + head_k * k_hrow, batch * k_bcol + head_k * k_hcol
     v_row0, v_col = batch * v_brow + head_k * v_hrow, batch * v_bcol + head_k * v_hcol
 
-    # Go on from the state (out, lse). As one key of score lse and weight 1 it would push later
-    # keys below fp16's range; so m starts CARRY lower and total and acc 2^CARRY higher.
+    # Go on from the state (out, lse), on the first launch from a sink or from nothing. As one key
+    # of score lse and weight 1 the state would push later keys below fp16's range; so m starts
+    # CARRY lower and total and acc 2^CARRY higher.
     out_ptrs = out_ptr + batch.to(tl.int64) * o_batch + head * o_head
     out_ptrs += here[:, None] * o_row + depth_v[None, :]
     lse_ptrs = lse_ptr + batch.to(tl.int64) * l_batch + head * l_head + here * l_row
@@ -118,12 +138,13 @@ def forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    if SINK or (flags & 1) == 0:
+    is_first = (flags & 1) != 0
+    if SINK or not is_first:
         lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
-        seen = lse > float("-inf")
         m = lse * LOG2E - CARRY
-        total = tl.where(seen, tl.exp2(CARRY), 0.0)
-        acc = tl.load(out_ptrs, mask=out_mask, other=0.0) * total[:, None]
+        total = tl.where(lse > float("-inf"), tl.exp2(CARRY), 0.0)
+    if not is_first:
+        acc = tl.load(out_ptrs, mask=out_mask, other=0.0).to(tl.float32) * total[:, None]
         if DROPOUT:
             acc = acc / keep_scale  # acc is scaled once, at the end
 
@@ -144,49 +165,33 @@ def forward_kernel(
         end = tl.minimum(k_len, i0 + rows + high)
         first = rows_i + low
         last = tl.minimum(rows_i + high, k_len - 1)
-        if WHOLE:  # every tile is full, and blocks divide it
+        if WINDOW:
+            edge = tl.maximum(i0 + rows - 1 + low, begin)
+            edge = tl.minimum(begin + (edge - begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
             acc, m, total = run(
-                acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, begin,
-                end, k_len,
-                first, last, distance, row_hash, k_index, slope, scale, softcap, threshold,
-                k_stride,
-                v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, False, WINDOW,
-                SOFTCAP, ALIBI,
-                DROPOUT, PRECISION, UPCAST, STAGES,
+                acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
+                begin, edge, k_len, first, last, distance, row_hash, k_index, slope, scale,
+                softcap, threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV,
+                EVEN, TMA, True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
             )
+            begin = edge
+        if WHOLE:  # every tile is full, and blocks divide it
+            whole = end
         else:
-            if WINDOW:
-                edge = tl.maximum(i0 + rows - 1 + low, begin)
-                edge = tl.minimum(begin + (edge - begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
-                acc, m, total = run(
-                    acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
-                    begin, edge, k_len,
-                    first, last, distance, row_hash, k_index, slope, scale, softcap, threshold,
-                    k_stride,
-                    v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, True, WINDOW,
-                    SOFTCAP, ALIBI,
-                    DROPOUT, PRECISION, UPCAST, STAGES,
-                )
-                begin = edge
             whole = tl.minimum(k_len, i0 + high + 1)
             whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
+        acc, m, total = run(
+            acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, begin,
+            whole, k_len, first, last, distance, row_hash, k_index, slope, scale, softcap,
+            threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV, EVEN, TMA,
+            False, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+        )
+        if not WHOLE:
             acc, m, total = run(
-                acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, begin,
-                whole, k_len,
-                first, last, distance, row_hash, k_index, slope, scale, softcap, threshold,
-                k_stride,
-                v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, False, WINDOW,
-                SOFTCAP, ALIBI,
-                DROPOUT, PRECISION, UPCAST, STAGES,
-            )
-            acc, m, total = run(
-                acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, whole,
-                end, k_len,
-                first, last, distance, row_hash, k_index, slope, scale, softcap, threshold,
-                k_stride,
-                v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD, BLOCK_N, True, WINDOW, SOFTCAP,
-                ALIBI,
-                DROPOUT, PRECISION, UPCAST, STAGES,
+                acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
+                whole, end, k_len, first, last, distance, row_hash, k_index, slope, scale,
+                softcap, threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV,
+                EVEN, TMA, True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
             )
         tile += 1
 
@@ -197,12 +202,9 @@ def forward_kernel(
     else:
         acc = acc / l_safe[:, None]
     tl.store(lse_ptrs, tl.where(total > 0, (m + tl.log2(l_safe)) * LN2, float("-inf")), mask=valid)
-    if RESULT:
-        if (flags & 2) != 0:
-            result_ptrs = result_ptr + batch.to(tl.int64) * r_batch + head * r_head
-            result_ptrs += here[:, None] * r_row + depth_v[None, :]
-            tl.store(result_ptrs, acc.to(result_ptr.dtype.element_ty), mask=out_mask)
-        else:
-            tl.store(out_ptrs, acc, mask=out_mask)
+    if RESULT and (flags & 2) != 0:
+        result_ptrs = result_ptr + batch.to(tl.int64) * r_batch + head * r_head
+        result_ptrs += here[:, None] * r_row + depth_v[None, :]
+        tl.store(result_ptrs, acc.to(result_ptr.dtype.element_ty), mask=out_mask)
     else:
-        tl.store(out_ptrs, acc, mask=out_mask)
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)

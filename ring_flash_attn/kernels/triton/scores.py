@@ -1,7 +1,7 @@
 """What every Triton kernel does with a block of scores: scale, softcap, ALiBi, mask, dropout.
 
-Scores are kept in base 2, s = log2(e) · (score),
-so that exp is one instruction; the lse outside is natural.
+Scores are kept in base 2, s = log2(e) · (score), so that exp is one instruction; the lse outside is
+natural.
 """
 
 # fmt: off
@@ -11,6 +11,21 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def place(count, section):
+    """Which of `count` blocks and which pair of batch and head this program does.
+
+    Blocks come longest first. Pairs come in sections: in one, a block of all pairs comes before the
+    next block, so that what is begun last is short, for all pairs; and a section is small enough
+    for its keys and values to stay in the cache.
+    """
+    number, pairs = tl.program_id(0), tl.num_programs(0) // count
+    first = number // (count * section) * section
+    width = tl.minimum(section, pairs - first)
+    number -= first * count
+    return number // width, first + number % width
 
 
 @triton.jit
@@ -30,8 +45,7 @@ def load_rows(
 ):
     """ROWS × COLUMNS numbers of a matrix, from a descriptor (TMA) or a pointer.
 
-    With MASKED, rows that are not `inside` are 0. A descriptor reads what lies there,
-    which may be
+    With MASKED, rows that are not `inside` are 0. A descriptor reads what lies there, which may be
     another document's NaN: GUARD clears it. EVEN: COLUMNS is the width.
     """
     if TMA:

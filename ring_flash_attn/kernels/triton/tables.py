@@ -32,35 +32,41 @@ class Table:
         tiles: (tiles, 8) int32: row of the other side, its length, low, high, position, token.
         windowed: some tile's band starts inside: there is an edge on the left.
         full: every tile's queries see all of its keys.
-        marks: lengths of the other sides, and where bands start inside them, relative to the row;
-            blocks that do not divide all of them may reach beyond the end of the other side.
+        ragged: blocks of the other side may reach beyond its end.
+        level: all programs have as much to do.
+        length: rows of the other sides, all together.
     """
 
     blocks: Tensor
     tiles: Tensor
     windowed: bool
-    marks: frozenset[int]
     full: bool
+    ragged: bool
+    level: bool
+    length: int
 
-    def ragged(self, block: int) -> bool:
-        """Whether blocks of the other side may reach beyond its end."""
-        return any(mark % block for mark in self.marks)
 
-
-_tables: OrderedDict[tuple[int, int, bool, torch.device], tuple[Sequence[Tile], Table]]
+_tables: OrderedDict[tuple[object, ...], tuple[Sequence[Tile], Table]]
 _tables = OrderedDict()
 
 
-def table(tiles: Sequence[Tile], block: int, by_key: bool, device: torch.device) -> Table:
-    """The table of a launch. Plans hand out the same tiles each time: their identity is the key."""
-    key = (id(tiles), block, by_key, device)
+def table(
+    tiles: Sequence[Tile], block: int, loop: int, by_key: bool, device: torch.device
+) -> Table:
+    """The table of a launch.
+
+    Args:
+        tiles: plans hand out the same ones each time: their identity is the key.
+        block: rows that a program owns.
+        loop: rows of the other side that it takes at a time; divides `block`.
+        by_key: programs own keys rather than queries.
+        device: where the table is wanted.
+    """
+    key = (id(tiles), block, loop, by_key, device)
     found = _tables.get(key)
     if found is None:
-        found = (
-            tiles,
-            _build(tiles, block, by_key, device),
-        )  # keeps the tiles, and so their id, alive
-        _tables[key] = found
+        made = _build(tiles, block, loop, by_key, device)
+        found = _tables[key] = tiles, made  # keeps the tiles, and so their id, alive
         if len(_tables) > _KEPT:
             _tables.popitem(last=False)
     else:
@@ -68,7 +74,9 @@ def table(tiles: Sequence[Tile], block: int, by_key: bool, device: torch.device)
     return found[1]
 
 
-def _build(tiles: Sequence[Tile], block: int, by_key: bool, device: torch.device) -> Table:
+def _build(
+    tiles: Sequence[Tile], block: int, loop: int, by_key: bool, device: torch.device
+) -> Table:
     groups: dict[int, list[tuple[Span, Span, int, int, int]]] = {}
     for tile in tiles:
         flags = FIRST * tile.first + LAST * tile.last
@@ -80,6 +88,8 @@ def _build(tiles: Sequence[Tile], block: int, by_key: bool, device: torch.device
     blocks: list[list[int]] = []
     others: list[list[int]] = []
     work: list[int] = []
+    # Where loops over the other side begin and end, relative to the program's first row: blocks
+    # that do not divide all of these may reach beyond its end.
     marks: set[int] = set()
     for items in groups.values():
         own, flags = items[0][0], items[0][4]
@@ -99,8 +109,10 @@ def _build(tiles: Sequence[Tile], block: int, by_key: bool, device: torch.device
         _on(device, [blocks[n] for n in order]),
         _on(device, others),
         windowed,
-        frozenset(marks),
         all(tile.full for tile in tiles),
+        any(mark % loop for mark in marks),
+        len(set(work)) == 1,
+        sum(length for _, length in {(other[0], other[1]) for other in others}),
     )
 
 
