@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .comm import Transport
-from .kernels.base import Call, Grads, Kernel, Saved, State
+from .kernels.base import Call, Grads, Kernel, Saved, State, as_direct
 from .kernels.merge import merge
 from .plan import Payload, Side, Work
 from .walk import Field, Only, Path, Views, Walker, walk
@@ -93,7 +93,8 @@ def _by_rank(flat: Sequence[Tensor]) -> list[QKV]:
 def forward(job: Job, shards: Sequence[QKV], sink: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     """(out, lse) of each rank of this process, without autograd."""
     with torch.autocast(job.call.device.type, enabled=False):
-        if (only := job.ranks[0].forward.only) is not None:
+        only = job.ranks[0].forward.only
+        if only is not None and as_direct(job.kernel) is not None:
             return [_forward_at_once(job, only, shards[0], sink)]
         walkers = [
             _Forward(job, local, shard, sink)
@@ -111,17 +112,18 @@ def backward(
     given: Sequence[tuple[Tensor | None, Tensor | None]],
 ) -> tuple[Tensor | None, list[QKV]]:
     """From the gradients of (out, lse) of each rank those of sink and of (q, k, v) of each rank."""
-    call = job.call
+    call, direct = job.call, as_direct(job.kernel)
     dsink = None if sink is None else torch.zeros_like(sink, dtype=call.state_dtype)
     with torch.autocast(call.device.type, enabled=False):
         douts, kept = [], []
         for (out, lse), (dout, dlse) in zip(results, given, strict=True):
             douts.append(torch.zeros_like(out) if dout is None else dout)
-            delta = job.kernel.delta(douts[-1], out, call)
+            delta = (_delta if direct is None else direct.delta)(douts[-1], out, call)
             kept.append(Saved(lse, delta if dlse is None else delta - dlse))
             if sink is not None and dsink is not None:
                 dsink -= _sink_part(sink, lse, kept[-1].delta)
-        if (only := job.ranks[0].backward.only) is not None:
+        only = job.ranks[0].backward.only
+        if only is not None and direct is not None:
             grads = [_backward_at_once(job, only, shards[0], douts[0], kept[0])]
         else:
             walkers = [
@@ -160,7 +162,7 @@ def _backward_at_once(job: Job, only: Only, shard: QKV, dout: Tensor, saved: Sav
 def _empty_state(
     q: Tensor, call: Call, dtype: torch.dtype, sink: Tensor | None, covered: bool
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) before the first launch. Nothing has to be cleared if launches cover every row."""
+    """(out, lse) before the first launch; not cleared if direct launches cover every row."""
     batch, length, nheads, _ = q.shape
     make = torch.empty if covered else torch.zeros
     out = make((batch, length, nheads, call.headdim_v), dtype=dtype, device=q.device)
@@ -170,6 +172,12 @@ def _empty_state(
     elif not covered:
         lse.fill_(-torch.inf)
     return out, lse
+
+
+def _delta(dout: Tensor, out: Tensor, call: Call) -> Tensor:
+    """(batch, nheads, seqlen_q): the sum of dout · out."""
+    products = dout.to(call.state_dtype) * out.to(call.state_dtype)
+    return products.sum(-1).transpose(1, 2).contiguous()
 
 
 def _sink_part(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -195,7 +203,8 @@ class _Forward(Walker):
                 Field(group, None, call.state_dtype),
             ),
         }
-        out, lse = _empty_state(q, call, call.state_dtype, sink, self.plan.complete)
+        covered = self.plan.complete and as_direct(job.kernel) is not None
+        out, lse = _empty_state(q, call, call.state_dtype, sink, covered)
         final = self.plan.complete and call.dtype is not call.state_dtype
         self.state = State(out, lse, torch.empty_like(out, dtype=call.dtype) if final else None)
         self.home = {

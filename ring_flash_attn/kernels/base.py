@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -83,11 +83,8 @@ class State:
     """What the forward pass carries from step to step, for all rows of a query shard.
 
     Attributes:
-        out: (batch, seqlen_q, nheads, headdim_v), normalised so far; fp32 or fp64, or the user's
-            dtype where no row meets more than one launch. A tile marked `first` finds it empty: it
-            means 0, whatever is there.
+        out: (batch, seqlen_q, nheads, headdim_v), normalised so far; fp32 or fp64.
         lse: (batch, nheads, seqlen_q), natural logarithm; −inf where no key was seen. fp32 or fp64.
-            A tile marked `first` finds it empty too, unless `Call.sink`.
         result: like `out` in the user's dtype: rows of tiles marked `last` must be written here,
             and need not be in `out`. None where the output is not final here.
     """
@@ -115,8 +112,8 @@ class Grads:
     """Accumulators, shaped like q, k and v.
 
     Attributes:
-        dq, dk, dv: fp32 or fp64, and kernels add to them; if `fresh`, of any dtype.
-        fresh: this is the only launch: kernels write to rows that tiles touch, whatever is there.
+        dq, dk, dv: fp32 or fp64; kernels add to them.
+        fresh: for a `DirectKernel` alone, see there.
     """
 
     dq: Tensor
@@ -144,10 +141,6 @@ class Kernel(Protocol):
         """Advance `state` by the keys of `tiles`."""
         ...
 
-    def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
-        """(batch, nheads, seqlen_q): the sum of dout · out, in the state's precision."""
-        ...
-
     def backward(
         self,
         dout: Tensor,
@@ -161,6 +154,26 @@ class Kernel(Protocol):
     ) -> None:
         """Add the gradients that `tiles` contribute to `grads`."""
         ...
+
+
+class DirectKernel(Kernel, Protocol):
+    """A kernel that spares passes over memory: nothing is cleared before it or converted after it.
+
+    Queries of tiles marked `first` have no state, whatever `State` holds of them (but lse, if
+    `Call.sink`). If `Grads.fresh`, the launch is the only one, and the rows that tiles touch are
+    written rather than added to. Then gradients, and likewise `State.out`, are in the user's dtype.
+    """
+
+    direct: bool  # true
+
+    def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
+        """(batch, nheads, seqlen_q): the sum of dout · out, in the state's precision."""
+        ...
+
+
+def as_direct(kernel: Kernel) -> DirectKernel | None:
+    """The kernel, if it is a direct one."""
+    return cast(DirectKernel, kernel) if getattr(kernel, "direct", False) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ product, and K and V are never expanded. Everything is computed in the state's p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -146,12 +146,6 @@ def _row_blocks(q: Tensor, tiles: Sequence[Tile], call: Call) -> Iterator[_Rows]
             yield _Rows(q, tile, i, min(size, tile.query.length - i), call)
 
 
-def _rows_of(tiles: Iterable[Tile]) -> list[slice]:
-    """The rows of the tiles' queries, once each."""
-    spans = {(tile.query.start, tile.query.length) for tile in tiles}
-    return [slice(start, start + length) for start, length in spans]
-
-
 class ReferenceKernel:
     """See the first lines of this file."""
 
@@ -166,23 +160,12 @@ class ReferenceKernel:
     ) -> None:
         """Advance `state` by the keys of `tiles`."""
         k, v = (x.to(call.state_dtype).transpose(1, 2).contiguous() for x in (k, v))
-        if state.out.dtype is not call.state_dtype:  # several tiles may meet in a row: not rounded
-            exact = torch.empty_like(state.out, dtype=call.state_dtype)
-            state = State(exact, state.lse, state.out)
-        for at in _rows_of(tile for tile in tiles if tile.first):
-            state.out[:, at] = 0
-            if not call.sink:
-                state.lse[:, :, at] = -torch.inf
         for rows in _row_blocks(q, tiles, call):
             _forward(rows, k, v, state)
         if state.result is not None:
-            for at in _rows_of(tile for tile in tiles if tile.last):
+            for start, length in {(t.query.start, t.query.length) for t in tiles if t.last}:
+                at = slice(start, start + length)
                 state.result[:, at] = state.out[:, at].to(state.result.dtype)
-
-    def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
-        """(batch, nheads, seqlen_q): the sum of dout · out."""
-        products = dout.to(call.state_dtype) * out.to(call.state_dtype)
-        return products.sum(-1).transpose(1, 2).contiguous()
 
     def backward(
         self,
@@ -198,16 +181,10 @@ class ReferenceKernel:
         """Add the gradients that `tiles` contribute to `grads`."""
         k, v = (x.to(call.state_dtype).transpose(1, 2).contiguous() for x in (k, v))
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        dq = torch.zeros_like(q, dtype=call.state_dtype) if grads.fresh else grads.dq
         for rows in _row_blocks(q, tiles, call):
-            _backward(rows, dout, k, v, dk, dv, saved, dq)
-        if grads.fresh:
-            grads.dq.copy_(dq)
-            grads.dk.copy_(dk.transpose(1, 2))
-            grads.dv.copy_(dv.transpose(1, 2))
-        else:
-            grads.dk.add_(dk.transpose(1, 2))
-            grads.dv.add_(dv.transpose(1, 2))
+            _backward(rows, dout, k, v, dk, dv, saved, grads.dq)
+        grads.dk.add_(dk.transpose(1, 2))
+        grads.dv.add_(dv.transpose(1, 2))
 
 
 def _forward(rows: _Rows, k: Tensor, v: Tensor, state: State) -> None:

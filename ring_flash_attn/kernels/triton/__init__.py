@@ -30,6 +30,7 @@ class TritonKernel:
     """One launch for the forward of a step, two for the backward."""
 
     name = "triton"
+    direct = True
 
     def why_not(self, call: Call) -> list[str]:
         """Device, dtype and head dimension decide."""

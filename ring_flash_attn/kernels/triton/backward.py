@@ -331,15 +331,15 @@ def queries_kernel(
         whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
         dq = run_queries(
             dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
-            begin, whole, k_len, low, high, rows_i, distance, row_hash, k_index, slope, scale, softcap,
-            threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
-            BLOCK_N, False, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+            begin, whole, k_len, low, high, rows_i, distance, row_hash, k_index, slope, scale,
+            softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA,
+            GUARD, BLOCK_N, False, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
         )
         dq = run_queries(
             dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
-            whole, end, k_len, low, high, rows_i, distance, row_hash, k_index, slope, scale, softcap,
-            threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
-            BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+            whole, end, k_len, low, high, rows_i, distance, row_hash, k_index, slope, scale,
+            softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA,
+            GUARD, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
         )
         tile += 1
 
