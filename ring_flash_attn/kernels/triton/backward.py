@@ -72,14 +72,14 @@ def load_stats(stats_ptr, i, length, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def probabilities(
-    products, distance, band, low, high, inside, lse, slope, scale, softcap,
+    products, distance, other, first, last, lse, slope, scale, softcap,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
 ):
-    """p, and the derivative of the softcap (1 without one)."""
+    """p, and the derivative of the softcap (1 without one); first <= other <= last are seen."""
     s, tanh = finish_scores(products, distance, slope, scale, softcap, SOFTCAP, ALIBI)
     p = tl.exp2(s - lse)
     if MASKED:
-        p = tl.where((band >= low) & (band <= high) & inside, p, 0.0)
+        p = tl.where((other >= first) & (other <= last), p, 0.0)
     if SOFTCAP:
         return p, 1.0 - tanh * tanh
     else:
@@ -97,7 +97,7 @@ def put(pointers, x, mask, FRESH: tl.constexpr):
 @triton.jit
 def run_keys(
     dk, dv_acc, k, v, q_mat, dout_mat, q_row, q_col, o_row, o_col, stats_ptr, begin, end, q_len,
-    low, high, columns_j, distance, key_words, seed_ptr, batch, head, token, slope, scale,
+    first, last, distance, key_words, seed_ptr, batch, head, token, slope, scale,
     softcap, threshold, keep_scale, stride_q, stride_o, stride, d, dv,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -118,9 +118,9 @@ def run_keys(
         lse, delta = load_stats(stats_ptr, i, q_len, BLOCK_M, MASKED)
         rows = (i + numbers)[None, :]
         p, slope_of_cap = probabilities(
-            dot(k, tl.trans(q), PRECISION, UPCAST), distance[:, None] - rows * stride,
-            rows - columns_j[:, None], low, high, inside[None, :], lse[None, :],
-            slope, scale, softcap, MASKED, SOFTCAP, ALIBI,
+            dot(k, tl.trans(q), PRECISION, UPCAST), distance[:, None] - rows * stride, rows,
+            first[:, None], last[:, None], lse[None, :], slope, scale, softcap, MASKED, SOFTCAP,
+            ALIBI,
         )
         dp = dot(v, tl.trans(dout), PRECISION, UPCAST)
         if DROPOUT:
@@ -192,6 +192,8 @@ def keys_kernel(
             distance = position + numbers * stride - q_position  # to the tile's first query
             begin = tl.maximum(0, j0 + low)
             end = tl.minimum(q_len, j0 + columns + high)
+            first = columns_j + low
+            last = tl.minimum(columns_j + high, q_len - 1)
             # Causal masks cut at the beginning here: the edge comes first, then whole blocks.
             edge = tl.maximum(j0 + columns - 1 + low, begin)
             edge = tl.minimum(begin + (edge - begin + BLOCK_M - 1) // BLOCK_M * BLOCK_M, end)
@@ -199,21 +201,21 @@ def keys_kernel(
             whole = edge + tl.maximum(whole - edge, 0) // BLOCK_M * BLOCK_M
             dk, dv_acc = run_keys(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
-                stats_base + other64 * s_row, begin, edge, q_len, low, high, columns_j, distance,
+                stats_base + other64 * s_row, begin, edge, q_len, first, last, distance,
                 key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
                 threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
                 BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
             )
             dk, dv_acc = run_keys(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
-                stats_base + other64 * s_row, edge, whole, q_len, low, high, columns_j, distance,
+                stats_base + other64 * s_row, edge, whole, q_len, first, last, distance,
                 key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
                 threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
                 BLOCK_M, False, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
             )
             dk, dv_acc = run_keys(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
-                stats_base + other64 * s_row, whole, end, q_len, low, high, columns_j, distance,
+                stats_base + other64 * s_row, whole, end, q_len, first, last, distance,
                 key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
                 threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
                 BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
@@ -230,8 +232,8 @@ def keys_kernel(
 
 @triton.jit
 def run_queries(
-    dq, q, dout, lse, delta, k_mat, v_mat, k_row, k_col, v_row, v_col, begin, end, k_len, low,
-    high, rows_i, distance, row_hash, token, slope, scale, softcap, threshold, keep_scale,
+    dq, q, dout, lse, delta, k_mat, v_mat, k_row, k_col, v_row, v_col, begin, end, k_len, first,
+    last, distance, row_hash, token, slope, scale, softcap, threshold, keep_scale,
     stride_k, stride_v, stride, d, dv,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     GUARD: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -252,8 +254,8 @@ def run_queries(
         products = dot(q, tl.trans(k), PRECISION, UPCAST)
         dp = dot(dout, tl.trans(v), PRECISION, UPCAST)
         p, slope_of_cap = probabilities(
-            products, distance[:, None] + keys * stride, keys - rows_i[:, None], low, high,
-            inside[None, :], lse[:, None], slope, scale, softcap, MASKED, SOFTCAP, ALIBI,
+            products, distance[:, None] + keys * stride, keys, first[:, None], last[:, None],
+            lse[:, None], slope, scale, softcap, MASKED, SOFTCAP, ALIBI,
         )
         if DROPOUT:
             kept = mix(row_hash[:, None] ^ spread(token + keys * stride)) >= threshold
@@ -317,13 +319,15 @@ def queries_kernel(
         distance = k_position - position - numbers * stride
         begin = tl.maximum(0, i0 + low)
         end = tl.minimum(k_len, i0 + rows + high)
+        first = rows_i + low
+        last = tl.minimum(rows_i + high, k_len - 1)
         whole = tl.minimum(k_len, i0 + high + 1)
         if WINDOW:
             edge = tl.maximum(i0 + rows - 1 + low, begin)
             edge = tl.minimum(begin + (edge - begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
             dq = run_queries(
                 dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
-                begin, edge, k_len, low, high, rows_i, distance, row_hash, k_index, slope, scale,
+                begin, edge, k_len, first, last, distance, row_hash, k_index, slope, scale,
                 softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN,
                 TMA, GUARD, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
             )
@@ -331,13 +335,13 @@ def queries_kernel(
         whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
         dq = run_queries(
             dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
-            begin, whole, k_len, low, high, rows_i, distance, row_hash, k_index, slope, scale,
+            begin, whole, k_len, first, last, distance, row_hash, k_index, slope, scale,
             softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA,
             GUARD, BLOCK_N, False, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
         )
         dq = run_queries(
             dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
-            whole, end, k_len, low, high, rows_i, distance, row_hash, k_index, slope, scale,
+            whole, end, k_len, first, last, distance, row_hash, k_index, slope, scale,
             softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA,
             GUARD, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
         )
