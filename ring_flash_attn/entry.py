@@ -11,9 +11,10 @@ from torch import Tensor
 
 from . import checks, comm
 from . import routes as _routes  # registers them
-from .attention import QKV
+from .attention import QKV, Job
 from .checks import CuSeqlens, document_lengths
-from .job import Options, Output, run_on_group, run_on_virtual_ranks
+from .job import Options, Output, run_job, run_on_group, virtual_job
+from .kernels.base import registrations
 from .layout import get_layout
 from .llama3 import Llama3Problem
 from .plan import Problem, check_route
@@ -160,12 +161,7 @@ def run_llama3(
 
 def run_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
     """Sequences of one length on one device."""
-    opts = Options(**options)
-    q, k, v = _prepare(q, k, v, packed=False)
-    problem = _problem(
-        "contiguous", "ring", (q.shape[1],), (k.shape[1],), 1, opts, k.shape[2], None
-    )
-    return run_on_virtual_ranks("ring", problem, [(q, k, v)], opts, packed=False)[0]
+    return _on_one_device(q, k, v, None, options)
 
 
 def run_single_documents(
@@ -183,16 +179,66 @@ def run_single_documents(
     """Packed documents on one device."""
     if block_table is not None:
         raise NotImplementedError("block_table: paged keys and values are not supported")
-    opts = Options(**options)
-    q, k, v = _prepare(q, k, v, packed=True)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_tensor(name, tensor)
     lengths_q = document_lengths(cu_seqlens_q, q.device, "cu_seqlens_q")
     lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
     checks.check_max_seqlen("max_seqlen_q", max_seqlen_q, lengths_q)
     checks.check_max_seqlen("max_seqlen_k", max_seqlen_k, lengths_k)
-    checks.check_total(lengths_q, q[0], "q", "cu_seqlens_q")
-    checks.check_total(lengths_k, k[0], "k", "cu_seqlens_k")
-    problem = _problem("contiguous", "ring", lengths_q, lengths_k, 1, opts, k.shape[2], None)
-    return run_on_virtual_ranks("ring", problem, [(q, k, v)], opts, packed=True)[0]
+    return _on_one_device(q, k, v, (lengths_q, lengths_k), options)
+
+
+_ready: dict[tuple[object, ...], Job] = {}  # by all that the checks and the plan depend on
+_READY = 256
+
+
+def _on_one_device(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    options: dict[str, Any],
+) -> Output:
+    """Packed documents of these lengths, or a batch; checked and planned once for all like it."""
+    packed = lengths is not None
+    key = _key(q, k, v, lengths, options)
+    job = _ready.get(key) if key is not None else None
+    if job is None:
+        opts = Options(**options)
+        shard = _prepare(q, k, v, packed)
+        if lengths is None:
+            lengths = (q.shape[1],), (k.shape[1],)
+        else:
+            checks.check_total(lengths[0], q, "q", "cu_seqlens_q")
+            checks.check_total(lengths[1], k, "k", "cu_seqlens_k")
+        problem = _problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2], None)
+        job = virtual_job("ring", problem, [shard], opts)
+        if key is not None:
+            if len(_ready) >= _READY:
+                _ready.clear()
+            _ready[key] = job
+    else:
+        shard = (q[None], k[None], v[None]) if packed else (q, k, v)
+    with_lse = options.get("return_attn_probs", False)
+    return run_job(job, [shard], options.get("sink"), with_lse, packed)[0]
+
+
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, lengths: object, options: dict[str, Any]
+) -> tuple[object, ...] | None:
+    """What decides whether a call is right and how it is done; None if that takes a closer look."""
+    if options.get("alibi_slopes") is not None or options.get("sink") is not None:
+        return None
+    try:
+        if torch.is_autocast_enabled(q.device.type):
+            return None
+        shapes = q.shape, k.shape, v.shape
+        kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        key = (shapes, kinds, lengths, registrations(), *options.items())
+        hash(key)
+    except (AttributeError, TypeError, RuntimeError):  # not tensors, a list: the checks will tell
+        return None
+    return key
 
 
 def run_virtual(
@@ -218,7 +264,8 @@ def run_virtual(
         shards[0][1].shape[2],
         heads_k_stride,
     )
-    return run_on_virtual_ranks(route, problem, shards, opts, packed)
+    job = virtual_job(route, problem, shards, opts)
+    return run_job(job, shards, opts.sink, opts.return_attn_probs, packed)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:

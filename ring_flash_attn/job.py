@@ -115,13 +115,11 @@ def run_on_group(
     if call.dropout_p:
         call = replace(call, seed=comm.share_seed(_draw_seed(), group, q.device))
     ((out, lse),) = attention(Job((local,), kernel, call), [(q, k, v)], opts.sink)
-    return _output(out, lse, opts, packed)
+    return _output(out, lse, opts.return_attn_probs, packed)
 
 
-def run_on_virtual_ranks(
-    route: str, problem: Problem, shards: Sequence[QKV], opts: Options, packed: bool
-) -> list[Output]:
-    """Run all ranks in this process."""
+def virtual_job(route: str, problem: Problem, shards: Sequence[QKV], opts: Options) -> Job:
+    """What runs all ranks in this process on these shards, or others of the same shapes."""
     walks = _Walks(len(shards))
     ranks = tuple(
         _plan(route, problem, rank, functools.partial(walks.transport, rank))
@@ -130,11 +128,17 @@ def run_on_virtual_ranks(
     for local, (q, k, _) in zip(ranks, shards, strict=True):
         _check_shard(problem, local, q, k)
     call = _call(*shards[0], opts)
-    kernel = choose_kernel(opts.kernel, call)
-    if call.dropout_p:
-        call = replace(call, seed=_draw_seed().to(call.device))
-    results = attention(Job(ranks, kernel, call), shards, opts.sink)
-    return [_output(out, lse, opts, packed) for out, lse in results]
+    return Job(ranks, choose_kernel(opts.kernel, call), call)
+
+
+def run_job(
+    job: Job, shards: Sequence[QKV], sink: Tensor | None, with_lse: bool, packed: bool
+) -> list[Output]:
+    """Run all ranks in this process."""
+    if job.call.dropout_p:
+        job = replace(job, call=replace(job.call, seed=_draw_seed().to(job.call.device)))
+    results = attention(job, shards, sink)
+    return [_output(out, lse, with_lse, packed) for out, lse in results]
 
 
 class _Walks:
@@ -200,7 +204,7 @@ def _signature(
     )
 
 
-def _output(out: Tensor, lse: Tensor, opts: Options, packed: bool) -> Output:
+def _output(out: Tensor, lse: Tensor, with_lse: bool, packed: bool) -> Output:
     if packed:
         out, lse = out[0], lse[0]
-    return (out, lse, None) if opts.return_attn_probs else out
+    return (out, lse, None) if with_lse else out

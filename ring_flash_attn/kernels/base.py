@@ -197,6 +197,7 @@ _ENTRIES: dict[str, Entry] = {
 }
 
 AUTO = "auto"
+_registered: list[str] = []
 
 
 def register_kernel(name: str, module: str, hint: str = "") -> None:
@@ -205,6 +206,12 @@ def register_kernel(name: str, module: str, hint: str = "") -> None:
     _ENTRIES.clear()
     _ENTRIES.update(entries)
     load_kernel.cache_clear()
+    _registered.append(name)
+
+
+def registrations() -> int:
+    """How often a kernel was registered: what `auto` means may have changed since."""
+    return len(_registered)
 
 
 def kernel_names() -> tuple[str, ...]:

@@ -14,10 +14,10 @@ user's dtype. Always deterministic.
 import triton
 import triton.language as tl
 
-from .scores import LOG2E, dot, finish_scores, load_rows, mix, place, row_keys, spread
+from .scores import ANY_NUMBER, LOG2E, dot, finish_scores, load_rows, mix, place, row_keys, spread
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_NUMBER)
 def delta_kernel(
     out_ptr, dout_ptr, delta_ptr, length, nheads, dv, count, o_batch, o_row, o_head, g_batch,
     g_row, g_head, g_last, BLOCK: tl.constexpr, DV: tl.constexpr,
@@ -37,7 +37,7 @@ def delta_kernel(
     tl.store(delta_ptr + pair.to(tl.int64) * length + rows, delta, mask=rows < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_NUMBER)
 def stats_kernel(
     lse_ptr, delta_ptr, stats_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head,
     e_row, BLOCK: tl.constexpr,
@@ -136,7 +136,7 @@ def run_keys(
     return dk, dv_acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_NUMBER)
 def keys_kernel(
     q_mat, k_mat, v_mat, dout_mat, stats_ptr, dk_ptr, dv_ptr, slopes_ptr, seed_ptr, blocks_ptr,
     tiles_ptr, scale, softcap, threshold, keep_scale, head_start, d, dv, nheads_k, group, count,
@@ -265,7 +265,7 @@ def run_queries(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_NUMBER)
 def queries_kernel(
     q_mat, k_mat, v_mat, dout_mat, stats_ptr, dq_ptr, slopes_ptr, seed_ptr, blocks_ptr, tiles_ptr,
     scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group, count, section,

@@ -10,7 +10,18 @@ left (sliding window), whole blocks, an edge on the right (causal, end of the sp
 import triton
 import triton.language as tl
 
-from .scores import LN2, LOG2E, dot, finish_scores, load_rows, mix, place, row_keys, spread
+from .scores import (
+    ANY_NUMBER,
+    LN2,
+    LOG2E,
+    dot,
+    finish_scores,
+    load_rows,
+    mix,
+    place,
+    row_keys,
+    spread,
+)
 
 CARRY = tl.constexpr(23.0)  # log2 of the weight that the state starts with; see `forward_kernel`
 
@@ -93,7 +104,7 @@ def run(
     return acc, m, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_NUMBER)
 def forward_kernel(
     q_mat, k_mat, v_mat, out_ptr, lse_ptr, result_ptr, slopes_ptr, seed_ptr, blocks_ptr,
     tiles_ptr,
