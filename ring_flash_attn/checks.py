@@ -161,6 +161,17 @@ def document_lengths(
     return _lengths(list(cu_seqlens), name)
 
 
+def document_pairs(
+    q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths of the documents' queries and keys, within the limits that the user gave."""
+    lengths_q = document_lengths(cu_seqlens_q, q.device, "cu_seqlens_q")
+    lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
+    check_max_seqlen("max_seqlen_q", max_seqlen_q, lengths_q)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k, lengths_k)
+    return lengths_q, lengths_k
+
+
 _copies: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
 
 

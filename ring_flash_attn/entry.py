@@ -181,11 +181,8 @@ def run_single_documents(
         raise NotImplementedError("block_table: paged keys and values are not supported")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.check_tensor(name, tensor)
-    lengths_q = document_lengths(cu_seqlens_q, q.device, "cu_seqlens_q")
-    lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
-    checks.check_max_seqlen("max_seqlen_q", max_seqlen_q, lengths_q)
-    checks.check_max_seqlen("max_seqlen_k", max_seqlen_k, lengths_k)
-    return _on_one_device(q, k, v, (lengths_q, lengths_k), options)
+    lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _on_one_device(q, k, v, lengths, options)
 
 
 _ready: dict[tuple[object, ...], Job] = {}  # by all that the checks and the plan depend on
@@ -199,7 +196,20 @@ def _on_one_device(
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None,
     options: dict[str, Any],
 ) -> Output:
-    """Packed documents of these lengths, or a batch; checked and planned once for all like it."""
+    """Packed documents of these lengths, or a batch."""
+    job, shard = single_job(q, k, v, lengths, options)
+    with_lse = options.get("return_attn_probs", False)
+    return run_job(job, [shard], options.get("sink"), with_lse, lengths is not None)[0]
+
+
+def single_job(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    options: dict[str, Any],
+) -> tuple[Job, QKV]:
+    """What does a call on one device, and its tensors; checked and planned once for all like it."""
     packed = lengths is not None
     key = _key(q, k, v, lengths, options)
     job = _ready.get(key) if key is not None else None
@@ -219,8 +229,7 @@ def _on_one_device(
             _ready[key] = job
     else:
         shard = (q[None], k[None], v[None]) if packed else (q, k, v)
-    with_lse = options.get("return_attn_probs", False)
-    return run_job(job, [shard], options.get("sink"), with_lse, packed)[0]
+    return job, shard
 
 
 def _key(
@@ -272,13 +281,19 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
     """Checked, in autocast's dtype, as (batch, seqlen, nheads, headdim)."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.check_tensor(name, tensor)
+    q, k, v = in_autocast_dtype(q, k, v)
+    checks.check_tensors(q, k, v, packed)
+    return (q[None], k[None], v[None]) if packed else (q, k, v)
+
+
+def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> QKV:
+    """What autocast makes of them, where it is on."""
     kind = q.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         lower = (torch.float32, torch.float16, torch.bfloat16)
         q, k, v = (x.to(dtype) if x.dtype in lower else x for x in (q, k, v))
-    checks.check_tensors(q, k, v, packed)
-    return (q[None], k[None], v[None]) if packed else (q, k, v)
+    return q, k, v
 
 
 def _values(**lengths: tuple[int, ...]) -> dict[str, object]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import signatures
+from . import ops, signatures
 from .checks import unpack
 
 PREFIXES = ("triton", "native", "cute")
@@ -169,6 +169,7 @@ class Function:
     body: str
     doc: str
     template: Callable[..., Any]
+    on_one_device: bool
 
     @property
     def stub(self) -> str:
@@ -182,13 +183,12 @@ class Function:
         source = head + textwrap.indent(self.body, "    ")
         code = compile(source, f"<{self.name}>", "exec", flags=annotations.compiler_flag)
         scope: dict[str, Any] = {
-            "_template": _outside_graphs(self.template),
+            "_template": (_traceable if self.on_one_device else _outside_graphs)(self.template),
             "_unpack": unpack,
-            "__name__": module,
         }
         exec(code, scope)
         function: Callable[..., Any] = scope[self.name]
-        function.__doc__ = self.doc
+        function.__doc__, function.__module__ = self.doc, module
         return function
 
 
@@ -199,6 +199,18 @@ def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which torch.compile traces as one operator."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return ops.traced(*args, **kwargs)
         return function(*args, **kwargs)
 
     return run
@@ -228,6 +240,7 @@ def _function(family: Family, form: str, prefix: str | None) -> Function:
         body=body,
         doc=_doc(family, tensors, shown, prefix),
         template=family.signature,
+        on_one_device=family.name.startswith("flash_attn"),
     )
 
 

@@ -87,7 +87,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options) -> Call:
     )
 
 
-def _draw_seed() -> Tensor:
+def draw_seed() -> Tensor:
     """From torch's generator, so that seeded runs repeat and checkpoints redraw the same mask."""
     return torch.randint(1 << 62, (), dtype=torch.int64)
 
@@ -113,7 +113,7 @@ def run_on_group(
     inputs = (q, k, v) if opts.sink is None else (q, k, v, opts.sink)
     comm.agree(_signature(route, problem, call, kernel.name, inputs, same), group)
     if call.dropout_p:
-        call = replace(call, seed=comm.share_seed(_draw_seed(), group, q.device))
+        call = replace(call, seed=comm.share_seed(draw_seed(), group, q.device))
     ((out, lse),) = attention(Job((local,), kernel, call), [(q, k, v)], opts.sink)
     return _output(out, lse, opts.return_attn_probs, packed)
 
@@ -136,7 +136,7 @@ def run_job(
 ) -> list[Output]:
     """Run all ranks in this process."""
     if job.call.dropout_p:
-        job = replace(job, call=replace(job.call, seed=_draw_seed().to(job.call.device)))
+        job = replace(job, call=replace(job.call, seed=draw_seed().to(job.call.device)))
     results = attention(job, shards, sink)
     return [_output(out, lse, with_lse, packed) for out, lse in results]
 

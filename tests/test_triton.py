@@ -178,6 +178,32 @@ def test_documents_do_not_leak(pool: Ranks) -> None:
         assert counts == [0] * 16
 
 
+def _packs(rank: int, world_size: int) -> list[float]:
+    """Errors against the reference: two packs of one shape in turns, then one edited in place."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(60, 2, 16, generator=generator) for _ in range(4))
+    packs = [torch.tensor(x, dtype=torch.int32) for x in ([0, 7, 33, 60], [0, 20, 21, 60])]
+
+    def results(cu_seqlens: torch.Tensor, kernel: str) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = rfa.flash_attn_varlen_func(
+            *leaves, cu_seqlens, cu_seqlens, 60, 60, causal=True, kernel=kernel
+        )
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    wanted = [results(pack, "reference") for pack in packs]
+    assert not torch.allclose(wanted[0][0], wanted[1][0], atol=1e-2)
+    found = [(results(packs[number], "triton"), wanted[number]) for number in (0, 1, 0, 1)]
+    packs[0].copy_(packs[1])
+    found.append((results(packs[0], "triton"), wanted[1]))
+    return [float((a - b).abs().max()) for got, want in found for a, b in zip(got, want)]
+
+
+def test_packs_of_one_shape(pool: Ranks) -> None:
+    for errors in pool.run(_packs):
+        assert max(errors) < 1e-5, errors
+
+
 def test_blocks_of_the_loop_divide_those_of_the_program() -> None:
     """`Table.ragged` counts on it: programs start at multiples of the loop's block."""
     from ring_flash_attn.kernels.triton.config import _HOPPER, _SMALL
