@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .checks import autocast_dtype
 from .comm import Transport
 from .kernels.base import Call, Grads, Kernel, Saved, State, as_direct
 from .kernels.merge import merge
@@ -44,7 +46,7 @@ class Job:
 
 def attention(
     job: Job, shards: Sequence[QKV], sink: Tensor | None = None
-) -> list[tuple[Tensor, ...]]:
+) -> list[tuple[Tensor, Tensor]]:
     """Exact attention over the shards of all ranks; differentiable in q, k, v and sink.
 
     Args:
@@ -56,6 +58,9 @@ def attention(
         For each rank of this process out, like q, and lse (batch, nheads, seqlen_q).
     """
     flat = [tensor for shard in shards for tensor in shard]
+    inputs = flat if sink is None else [*flat, sink]
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
+        return forward(job, shards, sink)
     results = _Attention.apply(job, sink, *flat)
     count = len(shards)
     return [(results[i], results[count + i]) for i in range(count)]
@@ -92,7 +97,7 @@ def _by_rank(flat: Sequence[Tensor]) -> list[QKV]:
 
 def forward(job: Job, shards: Sequence[QKV], sink: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     """(out, lse) of each rank of this process, without autograd."""
-    with torch.autocast(job.call.device.type, enabled=False):
+    with _no_autocast(job.call):
         only = job.ranks[0].forward.only
         if only is not None and as_direct(job.kernel) is not None:
             return [_forward_at_once(job, only, shards[0], sink)]
@@ -114,7 +119,7 @@ def backward(
     """From the gradients of (out, lse) of each rank those of sink and of (q, k, v) of each rank."""
     call, direct = job.call, as_direct(job.kernel)
     dsink = None if sink is None else torch.zeros_like(sink, dtype=call.state_dtype)
-    with torch.autocast(call.device.type, enabled=False):
+    with _no_autocast(call):
         douts, kept = [], []
         for (out, lse), (dout, dlse) in zip(results, given, strict=True):
             douts.append(torch.zeros_like(out) if dout is None else dout)
@@ -133,6 +138,13 @@ def backward(
             walk(walkers)
             grads = [walker.grads() for walker in walkers]
     return None if sink is None or dsink is None else dsink.to(sink.dtype), grads
+
+
+def _no_autocast(call: Call) -> AbstractContextManager[object]:
+    """Kernels choose the precision of every product themselves."""
+    if autocast_dtype(call.device.type) is None:
+        return nullcontext()
+    return torch.autocast(call.device.type, enabled=False)
 
 
 def _forward_at_once(

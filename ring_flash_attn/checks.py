@@ -13,6 +13,18 @@ from torch import Tensor
 CuSeqlens = Tensor | Sequence[int]
 
 
+# torch.compile cannot trace the question, so it is asked here once.
+_AUTOCAST = {
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(kind)
+}
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """What autocast computes in on this kind of device, where it is on."""
+    on = kind in _AUTOCAST and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
 def check_tensor(name: str, value: object) -> None:
     """TypeError unless it is a tensor."""
     if not isinstance(value, Tensor):

@@ -239,13 +239,13 @@ def _key(
     if options.get("alibi_slopes") is not None or options.get("sink") is not None:
         return None
     try:
-        if torch.is_autocast_enabled(q.device.type):
+        if checks.autocast_dtype(q.device.type) is not None:
             return None
         shapes = q.shape, k.shape, v.shape
         kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
         key = (shapes, kinds, lengths, registrations(), *options.items())
         hash(key)
-    except (AttributeError, TypeError, RuntimeError):  # not tensors, a list: the checks will tell
+    except (AttributeError, TypeError):  # not tensors, a list: the checks will tell
         return None
     return key
 
@@ -288,9 +288,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
 
 def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """What autocast makes of them, where it is on."""
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = checks.autocast_dtype(q.device.type)
+    if dtype is not None:
         lower = (torch.float32, torch.float16, torch.bfloat16)
         q, k, v = (x.to(dtype) if x.dtype in lower else x for x in (q, k, v))
     return q, k, v

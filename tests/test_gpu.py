@@ -148,6 +148,7 @@ def _grid(rank: int, world_size: int) -> tuple[int, list[str]]:
                     failures.append(
                         f"{name} {headdims} {feature} {dtype} {lengths}: {error} > {limit}"
                     )
+            torch.cuda.empty_cache()  # the processes share a GPU
     return count, failures
 
 
@@ -165,8 +166,9 @@ def _compare(
         options["alibi_slopes"] = torch.linspace(0.05, 0.5, 6, device="cuda")
     torch.manual_seed(0)
     (d, dv), (seqlen_q, seqlen_k) = headdims, lengths
+    batch = 1 if seqlen_q > 2000 else 2  # the oracle keeps all scores
     shapes = ((seqlen_q, 6, d), (seqlen_k, 2, d), (seqlen_k, 2, dv), (seqlen_q, 6, dv))
-    q, k, v, dout = (torch.randn(2, *s, device="cuda").to(dtype) for s in shapes)
+    q, k, v, dout = (torch.randn(batch, *s, device="cuda").to(dtype) for s in shapes)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.manual_seed(1)
     out = rfa.triton_flash_attn_func(*leaves, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Protocol, cast
 
@@ -32,6 +32,7 @@ class Call:
         sink: whether the state a tile marked `first` finds holds an attention sink.
         deterministic: the same input must give the same bits, gradients too.
         head_start: number of the first query head here, among all query heads of the call.
+        key: everything but the mask and what is in the tensors; hashable.
     """
 
     device: torch.device
@@ -49,19 +50,19 @@ class Call:
     sink: bool = False
     deterministic: bool = False
     head_start: int = 0
+    key: tuple[object, ...] = field(init=False, compare=False, repr=False)
 
     @property
     def state_dtype(self) -> torch.dtype:
         """Precision of state and gradient accumulators: fp32, for fp64 inputs fp64."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Everything but tensors' values and the mask; hashable."""
+    def __post_init__(self) -> None:
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.dim()
         sizes = (self.nheads, self.nheads_k, self.headdim, self.headdim_v, self.head_start)
         numbers = (self.softmax_scale, self.softcap, self.dropout_p)
-        return self.device, self.dtype, sizes, numbers, slopes, self.seed is None, self.sink
+        key = self.device, self.dtype, sizes, numbers, slopes, self.seed is None, self.sink
+        object.__setattr__(self, "key", key)
 
     def of_heads(self, first: int, last: int) -> Call:
         """The part of the call that concerns KV heads first … last."""

@@ -70,8 +70,8 @@ class Matrix:
 def fit(x: Tensor) -> Tensor:
     """The tensor, or a copy if its strides are not those of a matrix."""
     batch, row, head, last = x.stride()
-    fits = last == 1 and all(s % row == 0 or s < row for s in (batch, head) if row)
-    return x if fits else x.contiguous()
+    fits = row == 0 or ((batch % row == 0 or batch < row) and (head % row == 0 or head < row))
+    return x if fits and last == 1 else x.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,7 @@ def launch(
         call.key,
         loaded[0][0].shape[0],
         *flags.values(),
-        *(x.stride() for x in tensors),
-        *(x.dtype for x in others),
-        *(x.data_ptr() % 16 for x in tensors),
+        *[(x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
     )
     if _again(key, tensors):
         return
