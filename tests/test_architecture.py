@@ -43,14 +43,15 @@ ALLOWED: dict[str, set[str]] = {
     "comm": set(),
     "checks": set(),
     "walk": {*DATA, "comm"},
-    "attention": {*DATA, "comm", "kernels", "walk"},
+    "attention": {*DATA, "checks", "comm", "kernels", "walk"},
     "llama3": {*DATA, "checks"},
     "job": {*ENGINE, "llama3"},
     "entry": {*ENGINE, "llama3", "job"},
     "sharding": {*DATA, "comm", "checks"},
     "virtual": {*ENGINE, "llama3", "job", "entry", "sharding"},
     "signatures": {*ENGINE, "llama3", "job", "entry"},
-    "generate": {"checks", "signatures"},
+    "ops": {*ENGINE, "llama3", "job", "entry"},
+    "generate": {"checks", "signatures", "ops"},
     "api": {"generate"},
 }
 BELOW = {*ALLOWED}

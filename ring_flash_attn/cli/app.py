@@ -6,11 +6,12 @@ import typer
 
 from .draw import draw
 from .info import info
+from .tune import tune
 from .verify import verify
 
 app = typer.Typer(
     name="rfa",
-    help="Exact attention over many GPUs: verify it, look at it, draw it.",
+    help="Exact attention over many GPUs: verify it, look at it, draw it, tune it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -18,3 +19,4 @@ app = typer.Typer(
 app.command()(verify)
 app.command()(info)
 app.command()(draw)
+app.command()(tune)

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..kernels.base import Call, kernel_names, why_not
+from ..kernels.base import Call, kernel_names, load_kernel, why_not
 from ..tiles import Mask
 from .verifying.answers import torch_dtype
 
@@ -68,6 +68,23 @@ def variables() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)}
 
 
+def tuned() -> str:
+    """Which file the Triton kernel's block sizes come from, in words."""
+    if isinstance(load_kernel("triton"), str):
+        return "no triton here"
+    from ..kernels.triton.config import read_tuned, tuned_file
+
+    path = tuned_file()
+    if path is None:
+        return "the defaults"
+    try:
+        gpus = read_tuned(path)
+    except ValueError as error:
+        return str(error)
+    lines = [f"for {gpu}: {'; '.join(names) or 'the defaults'}" for gpu, names in gpus.items()]
+    return "\n".join([str(path), *lines])
+
+
 def default_device() -> str:
     """ "cuda" where there is a GPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -117,6 +134,7 @@ def _facts() -> Table:
         ("versions", _pairs(versions())),
         ("devices", iter(devices())),
         ("variables", _pairs(variables())),
+        ("block sizes", iter([tuned()])),
     ):
         table.add_row(f"[bold]{title}[/]", "\n".join(rows) or "none set")
     return table

@@ -1,8 +1,8 @@
 """The Triton kernel: every feature, on NVIDIA from Ampere on and on AMD, in plain portable Triton.
 
 Read in this order: `scores.py` (what happens to a block of scores), `forward.py`, `backward.py`,
-`tables.py` (how one launch covers many documents), `config.py` (block sizes), `launcher.py`, and
-the class here.
+`tables.py` (how one launch covers many documents), `config.py` (block sizes),
+`launcher.py`, and the class here. `tuning.py` is for `rfa tune` alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from torch import Tensor
 from ...tiles import Tile
 from ..base import Call, Grads, Saved, State
 from .backward import delta_kernel, keys_kernel, queries_kernel, stats_kernel
-from .config import blocks_for
+from .config import DTYPES, blocks_for, own_and_loop
 from .forward import forward_kernel
 from .launcher import INTERPRETED, fit, launch, launch_plain
 from .tables import table
 
 MAX_HEADDIM = 256
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _DELTA_ROWS, _ROWS = 32, 256  # of a program of the two small kernels
 
 
@@ -40,7 +39,7 @@ class TritonKernel:
                 f"needs a GPU, not {call.device}; a process that is started with "
                 "TRITON_INTERPRET=1 runs it on the CPU, slowly"
             )
-        if call.dtype not in _DTYPES:
+        if call.dtype not in DTYPES:
             reasons.append(f"dtype {call.dtype} is not fp16, bf16 or fp32")
         if call.softmax_scale <= 0:
             reasons.append(f"softmax_scale {call.softmax_scale} is not positive")
@@ -65,6 +64,7 @@ class TritonKernel:
             call.nheads,
             blocks,
             GUARD=work.ragged,
+            WINDOW=work.windowed,
             WHOLE=work.full and not work.ragged,
             SINK=call.sink,
             RESULT=state.result is not None,
@@ -96,32 +96,49 @@ class TritonKernel:
         call: Call,
     ) -> None:
         """Add the gradients that `tiles` contribute to `grads`, in two launches."""
-        q, k, v, dout = (fit(x) for x in (q, k, v, dout))
-        stats = _stats(saved, call)
-        for name, kernel, heads, into in (
-            ("keys", keys_kernel, call.nheads_k, (grads.dk, grads.dv)),
-            ("queries", queries_kernel, call.nheads, (grads.dq,)),
-        ):
-            blocks = blocks_for(name, call)
-            own, loop = blocks.rows, blocks.columns
-            if name == "keys":
-                own, loop = loop, own
-            work = table(tiles, own, loop, name == "keys", q.device)
-            rows, columns = blocks.rows, blocks.columns
-            launch(
-                kernel,
-                ((q, rows), (k, columns), (v, columns), (dout, rows)),
-                (stats, *into),
-                work,
-                call,
-                heads,
-                blocks,
-                GUARD=work.ragged,
-                FRESH=grads.fresh,
-            )
+        inputs = fit(q), fit(k), fit(v), fit(dout)
+        stats = row_stats(saved, call)
+        launch_backward("keys", inputs, (stats, grads.dk, grads.dv), tiles, call, grads.fresh)
+        launch_backward("queries", inputs, (stats, grads.dq), tiles, call, grads.fresh)
 
 
-def _stats(saved: Saved, call: Call) -> Tensor:
+def launch_backward(
+    name: str,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    others: tuple[Tensor, ...],
+    tiles: Sequence[Tile],
+    call: Call,
+    fresh: bool,
+) -> None:
+    """One of the two launches of the backward.
+
+    Args:
+        name: "keys" or "queries".
+        inputs: q, k, v, dout.
+        others: what `row_stats` returns, and the gradients: dk and dv, or dq.
+        tiles: what to compute.
+        call: the call.
+        fresh: write gradients rather than add to them.
+    """
+    by_key = name == "keys"
+    blocks = blocks_for(name, call)
+    work = table(tiles, *own_and_loop(name, blocks), by_key, call.device)
+    heights = blocks.rows, blocks.columns, blocks.columns, blocks.rows
+    launch(
+        keys_kernel if by_key else queries_kernel,
+        tuple(zip(inputs, heights, strict=True)),
+        others,
+        work,
+        call,
+        call.nheads_k if by_key else call.nheads,
+        blocks,
+        GUARD=work.ragged,
+        FRESH=fresh,
+        **({} if by_key else {"WINDOW": work.windowed}),
+    )
+
+
+def row_stats(saved: Saved, call: Call) -> Tensor:
     """(batch, nheads, seqlen_q, 2): what the backward kernels read of each row."""
     batch, nheads, length = saved.lse.shape
     stats = torch.empty((batch, nheads, length, 2), dtype=torch.float32, device=call.device)

@@ -102,7 +102,7 @@ def run_keys(
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Add queries begin … end to dK and dV of a block of keys; scores are (keys, queries)."""
     numbers = tl.arange(0, BLOCK_M)
@@ -118,11 +118,11 @@ def run_keys(
         lse, delta = load_stats(stats_ptr, i, q_len, BLOCK_M, MASKED)
         rows = (i + numbers)[None, :]
         p, slope_of_cap = probabilities(
-            dot(k, tl.trans(q), PRECISION, UPCAST), distance[:, None] - rows * stride, rows,
+            dot(k, tl.trans(q), UPCAST), distance[:, None] - rows * stride, rows,
             first[:, None], last[:, None], lse[None, :], slope, scale, softcap, MASKED, SOFTCAP,
             ALIBI,
         )
-        dp = dot(v, tl.trans(dout), PRECISION, UPCAST)
+        dp = dot(v, tl.trans(dout), UPCAST)
         if DROPOUT:
             row_hash = row_keys(seed_ptr, batch, head, token + (i + numbers) * stride)
             kept = mix(row_hash[None, :] ^ key_words[:, None]) >= threshold
@@ -130,9 +130,9 @@ def run_keys(
             shown = tl.where(kept, p * keep_scale, 0.0)
         else:
             shown = p
-        dv_acc += dot(shown.to(dout.dtype), dout, PRECISION, UPCAST)
+        dv_acc += dot(shown.to(dout.dtype), dout, UPCAST)
         ds = p * (dp - delta[None, :]) * slope_of_cap
-        dk += dot(ds.to(q.dtype), q, PRECISION, UPCAST)
+        dk += dot(ds.to(q.dtype), q, UPCAST)
     return dk, dv_acc
 
 
@@ -144,8 +144,8 @@ def keys_kernel(
     v_stride, v_brow, v_bcol, v_hrow, v_hcol, o_stride, o_brow, o_bcol, o_hrow, o_hcol,
     s_batch, s_head, s_row, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, slopes_batch,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr, FRESH: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one KV head: all query heads of its group, all tiles."""
@@ -204,21 +204,21 @@ def keys_kernel(
                 stats_base + other64 * s_row, begin, edge, q_len, first, last, distance,
                 key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
                 threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
-                BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+                BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             dk, dv_acc = run_keys(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
                 stats_base + other64 * s_row, edge, whole, q_len, first, last, distance,
                 key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
                 threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
-                BLOCK_M, False, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+                BLOCK_M, False, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             dk, dv_acc = run_keys(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
                 stats_base + other64 * s_row, whole, end, q_len, first, last, distance,
                 key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
                 threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
-                BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+                BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             tile += 1
 
@@ -238,7 +238,7 @@ def run_queries(
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     GUARD: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Add keys begin … end to dQ of a block of queries."""
     columns = tl.arange(0, BLOCK_N)
@@ -251,8 +251,8 @@ def run_queries(
             v_mat, v_row + j, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD
         )
         keys = (j + columns)[None, :]
-        products = dot(q, tl.trans(k), PRECISION, UPCAST)
-        dp = dot(dout, tl.trans(v), PRECISION, UPCAST)
+        products = dot(q, tl.trans(k), UPCAST)
+        dp = dot(dout, tl.trans(v), UPCAST)
         p, slope_of_cap = probabilities(
             products, distance[:, None] + keys * stride, keys, first[:, None], last[:, None],
             lse[:, None], slope, scale, softcap, MASKED, SOFTCAP, ALIBI,
@@ -261,7 +261,7 @@ def run_queries(
             kept = mix(row_hash[:, None] ^ spread(token + keys * stride)) >= threshold
             dp = tl.where(kept, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None]) * slope_of_cap
-        dq += dot(ds.to(k.dtype), k, PRECISION, UPCAST)
+        dq += dot(ds.to(k.dtype), k, UPCAST)
     return dq
 
 
@@ -274,7 +274,7 @@ def queries_kernel(
     s_batch, s_head, s_row, dq_batch, dq_row, dq_head, slopes_batch,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     GUARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr, FRESH: tl.constexpr,
 ):
     """dQ of BLOCK_M queries of one head: all tiles of the span."""
@@ -329,7 +329,7 @@ def queries_kernel(
                 dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
                 begin, edge, k_len, first, last, distance, row_hash, k_index, slope, scale,
                 softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN,
-                TMA, GUARD, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+                TMA, GUARD, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             begin = edge
         whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
@@ -337,13 +337,13 @@ def queries_kernel(
             dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
             begin, whole, k_len, first, last, distance, row_hash, k_index, slope, scale,
             softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA,
-            GUARD, BLOCK_N, False, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+            GUARD, BLOCK_N, False, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
         )
         dq = run_queries(
             dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
             whole, end, k_len, first, last, distance, row_hash, k_index, slope, scale,
             softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA,
-            GUARD, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+            GUARD, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
         )
         tile += 1
 

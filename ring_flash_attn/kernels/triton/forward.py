@@ -30,14 +30,14 @@ CARRY = tl.constexpr(23.0)  # log2 of the weight that the state starts with; see
 def add_values(
     acc, p, v_mat, v_row, v_col, stride_v, inside, dv, BLOCK_N: tl.constexpr, DV: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """acc + p · v for the BLOCK_N values from v_row on."""
     v = load_rows(v_mat, v_row, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD)
     if UPCAST:
-        return acc + dot(p.to(v.dtype), v, PRECISION, UPCAST)
+        return acc + dot(p.to(v.dtype), v, UPCAST)
     else:
-        return tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        return tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def run(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     EVEN: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Advance (acc, m, total) by keys begin … end, in blocks; row i sees keys first[i] … last[i].
 
@@ -64,11 +64,11 @@ def run(
         k = load_rows(
             k_mat, k_row + j, k_col, stride_k, keys < k_len, d, BLOCK_N, D, TMA, EVEN, MASKED, False
         )
-        s = dot(q, tl.trans(k), PRECISION, UPCAST)
+        s = dot(q, tl.trans(k), UPCAST)
         before = tl.maximum(j - BLOCK_N, begin)
         acc = add_values(
             acc * rescale[:, None], p, v_mat, v_row + before, v_col, stride_v,
-            before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, PRECISION, UPCAST
+            before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, UPCAST
         )
         if SOFTCAP or ALIBI:
             s, _ = finish_scores(
@@ -99,7 +99,7 @@ def run(
         before = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
         acc = add_values(
             acc * rescale[:, None], p, v_mat, v_row + before, v_col, stride_v,
-            before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, PRECISION, UPCAST
+            before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, UPCAST
         )
     return acc, m, total
 
@@ -116,7 +116,7 @@ def forward_kernel(
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr, SINK: tl.constexpr, RESULT: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, SINK: tl.constexpr, RESULT: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):
     block, pair = place(count, section)
@@ -183,7 +183,7 @@ def forward_kernel(
                 acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
                 begin, edge, k_len, first, last, distance, row_hash, k_index, slope, scale,
                 softcap, threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV,
-                EVEN, TMA, True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+                EVEN, TMA, True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             begin = edge
         if WHOLE:  # every tile is full, and blocks divide it
@@ -195,14 +195,14 @@ def forward_kernel(
             acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, begin,
             whole, k_len, first, last, distance, row_hash, k_index, slope, scale, softcap,
             threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV, EVEN, TMA,
-            False, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+            False, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
         )
         if not WHOLE:
             acc, m, total = run(
                 acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
                 whole, end, k_len, first, last, distance, row_hash, k_index, slope, scale,
                 softcap, threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV,
-                EVEN, TMA, True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, UPCAST, STAGES,
+                EVEN, TMA, True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
         tile += 1
 

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..base import Call
 from ..dropout import threshold
-from .config import Blocks
+from .config import Blocks, bulk_copies
 from .forward import forward_kernel
 from .tables import Table
 
@@ -232,7 +232,7 @@ def _arguments(
     """All arguments of a kernel in order, and Triton's own options."""
     depth, depth_v = (max(16, triton.next_power_of_2(x)) for x in (call.headdim, call.headdim_v))
     even = depth == call.headdim and depth_v == call.headdim_v
-    tma = even and all(x.aligned for x in matrices)
+    tma = even and bulk_copies(call) and all(x.aligned for x in matrices)
     others = tensors[len(matrices) : -2]
     slopes = call.alibi_slopes
     pairs = tensors[0].shape[0] * nheads
@@ -258,11 +258,9 @@ def _arguments(
         "TMA": tma,
         "BLOCK_M": blocks.rows,
         "BLOCK_N": blocks.columns,
-        "WINDOW": work.windowed,
         "SOFTCAP": call.softcap > 0,
         "ALIBI": slopes is not None,
         "DROPOUT": call.seed is not None,
-        "PRECISION": "ieee" if call.dtype is torch.float32 else "tf32",
         "UPCAST": INTERPRETED and call.dtype is torch.bfloat16,
         "STAGES": blocks.stages,
         **flags,

@@ -35,12 +35,12 @@ def place(count, section):
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """a @ b in fp32. UPCAST: the interpreter multiplies bf16 wrongly."""
+def dot(a, b, UPCAST: tl.constexpr):
+    """a @ b in fp32, without TF32. UPCAST: the interpreter multiplies bf16 wrongly."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
-        return tl.dot(a, b, input_precision=PRECISION)
+        return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit

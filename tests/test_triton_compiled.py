@@ -1,0 +1,301 @@
+"""The Triton kernels as machine code for GPUs that need not be there: registers, spills, memory.
+
+Nothing runs on a GPU. The machine code is disassembled, and its loops are searched for registers
+that went to the stack. The compiler works in processes of its own, two at a time, which no other
+test has set to Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+GPUS: dict[str, tuple[str, int | str, int]] = {  # (backend, architecture, threads of a warp)
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+LARGE = ("sm_90", "sm_100")  # with bulk copies
+SHARED = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB; 99 is that of sm_86
+PRODUCTS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
+LOOPS = {"forward": 2, "keys": 3, "queries": 2}  # with and without a mask
+HEADDIMS = (64, 128)
+
+# What a launch passes: causal, bf16, grouped heads, one step, contiguous tensors.
+FLAGS = {
+    "EVEN": True,
+    "GUARD": False,
+    "WINDOW": False,
+    "SOFTCAP": False,
+    "ALIBI": False,
+    "DROPOUT": False,
+    "SINK": False,
+    "RESULT": False,
+    "WHOLE": False,
+    "FRESH": True,
+    "UPCAST": False,
+}
+POINTERS = {
+    **dict.fromkeys(("out_ptr", "lse_ptr", "result_ptr", "stats_ptr"), "*fp32"),
+    **dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
+    **dict.fromkeys(("slopes_ptr", "seed_ptr", "blocks_ptr", "tiles_ptr"), "*i32"),
+}
+NUMBERS: dict[str, float] = {
+    "scale": 0.125,
+    "softcap": 1.0,
+    "keep_scale": 1.0,
+    "threshold": 0,
+    "head_start": 0,
+    "nheads": 20,
+    "nheads_k": 5,
+    "group": 4,
+    "count": 100,
+    "section": 4,
+    "l_row": 1,
+    "s_row": 2,
+}
+MULTIPLES = re.compile(  # of 16: head dimensions and strides
+    r"dv?|[qkvo]_(stride|[bh](row|col))|(o|l|r|s|dq|dk|dv)_(batch|row|head)|slopes_batch"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel for one GPU; `registers` instead of those of the block sizes if not 0."""
+
+    gpu: str
+    kernel: str
+    headdim: int
+    registers: int = 0
+
+
+@dataclass(frozen=True)
+class Code:
+    """What came out.
+
+    Attributes:
+        shared: bytes of shared memory.
+        tensor: columns of tensor memory; on sm_100 alone.
+        registers: of a thread.
+        stack: bytes of a thread.
+        spills: vector registers that are spilled anywhere; on AMD alone.
+        counts: instructions.
+        loops: instructions of each innermost loop with matrix products; on NVIDIA alone.
+    """
+
+    shared: int
+    tensor: int
+    registers: int
+    stack: int
+    spills: int
+    counts: Counter[str]
+    loops: list[Counter[str]]
+
+    @property
+    def stores(self) -> int:
+        """To the stack, in the innermost loops."""
+        return sum(loop["STL"] for loop in self.loops)
+
+
+CASES = [Case(gpu, kernel, d) for gpu in GPUS for kernel in LOOPS for d in HEADDIMS]
+STARVED = Case("sm_90", "keys", 128, registers=96)
+
+
+def _signature(
+    names: list[str], constants: dict[str, Any], matrices: dict[str, str], hip: bool
+) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
+    """Types, constants and attributes as Triton derives them from a launch's arguments."""
+    types: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    aligned: list[Any] = ["tt.divisibility", 16]
+    near: list[Any] = ["tt.pointer_range", 32]  # AMD: a tensor of less than 2 GiB
+    for i, name in enumerate(names):
+        if name in constants:
+            types[name], values[name] = "constexpr", constants[name]
+        elif name in matrices or name in POINTERS:
+            types[name] = matrices.get(name) or POINTERS[name]
+            if types[name].startswith("*"):
+                attributes[i,] = [aligned, near] if hip else [aligned]
+        else:
+            assert name in NUMBERS or MULTIPLES.fullmatch(name), f"what is {name}?"
+            number = NUMBERS.get(name, 16)
+            if isinstance(number, float):
+                types[name] = "fp32"
+            elif number == 1:
+                types[name], values[name] = "constexpr", 1
+            else:
+                types[name] = "i32"
+                if number % 16 == 0:
+                    attributes[i,] = [aligned]
+    return types, values, attributes
+
+
+def _compile(case: Case) -> Code:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ring_flash_attn.kernels.triton import backward, forward
+    from ring_flash_attn.kernels.triton.config import _HOPPER, _SMALL
+
+    kernel = getattr(forward if case.kernel == "forward" else backward, f"{case.kernel}_kernel")
+    assert isinstance(kernel, triton.JITFunction), "interpreted"
+    tma = case.gpu in LARGE
+    blocks = (_HOPPER if tma else _SMALL)[case.kernel, case.headdim]
+    blocks = replace(blocks, registers=case.registers or blocks.registers)
+    constants = {
+        **FLAGS,
+        "D": case.headdim,
+        "DV": case.headdim,
+        "TMA": tma,
+        "BLOCK_M": blocks.rows,
+        "BLOCK_N": blocks.columns,
+        "STAGES": blocks.stages,
+    }
+    heights = {"q": blocks.rows, "k": blocks.columns, "v": blocks.columns, "dout": blocks.rows}
+    matrices = {
+        f"{name}_mat": f"tensordesc<bf16[{rows},{case.headdim}]>" if tma else "*bf16"
+        for name, rows in heights.items()
+    }
+    target = GPUTarget(*GPUS[case.gpu])
+    names = kernel.arg_names
+    signature = _signature(names, constants, matrices, target.backend == "hip")
+    options: dict[str, int] = {"num_warps": blocks.warps}
+    if blocks.registers and target.backend == "cuda":
+        options["maxnreg"] = blocks.registers
+    compiled = triton.compile(ASTSource(kernel, *signature), target=target, options=options)
+    read = _read_amd if target.backend == "hip" else _read_nvidia
+    return read(compiled)
+
+
+def _read_amd(compiled: Any) -> Code:
+    text = compiled.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        (found,) = re.findall(rf"^\s*\.{name}:\s*(\d+)$", text, re.MULTILINE)
+        return int(found)
+
+    return Code(
+        compiled.metadata.shared,
+        0,
+        number("vgpr_count"),
+        number("private_segment_fixed_size"),
+        number("vgpr_spill_count"),  # scalar ones are kept in vector registers
+        Counter(re.findall(r"^\s+(v_mfma)", text, re.MULTILINE)),
+        [],
+    )
+
+
+def _read_nvidia(compiled: Any) -> Code:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", text)
+    code = [
+        (int(address, 16), instruction)
+        for address, instruction in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", text)
+    ]
+    loops = [_count([code[i][1] for i in loop]) for loop in _innermost(code)]
+    counts = _count([instruction for _, instruction in code])
+    shared, tensor = compiled.metadata.shared, compiled.metadata.tmem_size
+    return Code(shared, tensor, int(registers), int(stack), 0, counts, loops)
+
+
+def _count(code: list[str]) -> Counter[str]:
+    """By name without modifiers; WARPGROUP.ARRIVE has its own."""
+    names = [re.sub(r"^@!?\w+\s+", "", instruction).split()[0] for instruction in code]
+    return Counter(x if x == "WARPGROUP.ARRIVE" else x.split(".")[0] for x in names)
+
+
+def _innermost(code: list[tuple[int, str]]) -> list[set[int]]:
+    """The loops that multiply matrices and hold no other such loop, as numbers of instructions.
+
+    A branch back closes a loop if every way to it leads through its target; the loop is what
+    reaches the branch without passing the target. Where the code lies says less: waits for a
+    barrier stand behind the kernel's end and jump back into the middle of a loop.
+    """
+    numbers = {address: i for i, (address, _) in enumerate(code)}
+    before: list[list[int]] = [[] for _ in code]
+    backward = []
+    for i, (_, instruction) in enumerate(code):
+        if not re.fullmatch(r"(BRA(\.U)? 0x\w+|EXIT|RET.*)", instruction) and i + 1 < len(code):
+            before[i + 1].append(i)
+        branch = re.search(r"\b(?:BRA|CALL)\b.*\b(0x[0-9a-f]+)$", instruction)
+        if branch:
+            target = numbers[int(branch[1], 16)]
+            before[target].append(i)
+            if target <= i:
+                backward.append((i, target))
+    loops = []
+    for branch_at, target in backward:
+        loop, waiting = {target}, [branch_at]
+        while waiting:
+            i = waiting.pop()
+            if i not in loop:
+                loop.add(i)
+                waiting += before[i]
+        multiplies = any(re.search(r"\b(HMMA|HGMMA|UTCHMMA)\b", code[i][1]) for i in loop)
+        if multiplies and (0 not in loop or target == 0):
+            loops.append(loop)
+    return [loop for loop in loops if not any(other < loop for other in loops)]
+
+
+def _no_interpreter() -> None:
+    os.environ["TRITON_INTERPRET"] = "0"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[dict[Case, Future[Code]]]:
+    context = multiprocessing.get_context("spawn")  # where triton is not imported yet
+    pool = ProcessPoolExecutor(2, mp_context=context, initializer=_no_interpreter)
+    yield {case: pool.submit(_compile, case) for case in [*CASES, STARVED]}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.gpu}-{c.kernel}-{c.headdim}")
+def test_compiled(compiled: dict[Case, Future[Code]], case: Case) -> None:
+    code = compiled[case].result()
+    assert code.counts[PRODUCTS[case.gpu]] > 0
+    assert code.shared <= SHARED[case.gpu] * 1024
+    assert code.tensor <= 512
+    if case.gpu == "gfx942":
+        assert (code.spills, code.stack) == (0, 0)
+        return
+    assert code.registers <= 255
+    assert len(code.loops) >= LOOPS[case.kernel]
+    assert code.stores == 0, code.loops
+    if case.gpu == "sm_90":  # one product does not wait for the other
+        assert code.counts["WARPGROUP.ARRIVE"] * 2 < code.counts["HGMMA"]
+
+
+def test_spills_are_seen(compiled: dict[Case, Future[Code]]) -> None:
+    """With too few registers the loops spill, and every product waits for the one before."""
+    code = compiled[STARVED].result()
+    assert all(loop["STL"] > 0 for loop in code.loops)
+    assert code.stores > 0
+    assert code.counts["WARPGROUP.ARRIVE"] >= code.counts["HGMMA"]
