@@ -254,7 +254,7 @@ def test_triton_is_deterministic() -> None:
 
 
 def test_triton_keeps_documents_apart() -> None:
-    """A NaN in one document stays there, although blocks read beyond the end of a document."""
+    """A NaN in one document stays there, although blocks do not divide documents."""
     q, k, v, dout = _inputs(torch.bfloat16)
     clean = [x.clone().requires_grad_() for x in (q, k, v)]
     dirty = [x.clone() for x in (q, k, v)]

@@ -74,6 +74,11 @@ CASES = {
     "more_keys": Case(batch=(2, 20, 45), options={"causal": True}),
     "more_queries": Case(batch=(2, 45, 20), options={"causal": True}),
     "batch": Case(batch=(2, 64, 64), layout="stripe", options={"causal": True}),
+    "long_and_ragged": Case(lengths=(70, 45, 33), world_size=1, options={"causal": True}),
+    "long_and_ragged_window": Case(
+        lengths=(97, 45), world_size=1, options={"window_size": (30, 11), "dropout_p": 0.2}
+    ),
+    "long_ragged_steps": Case(lengths=(167,), layout="stripe", options={"causal": True}),
     "whole_blocks": Case(batch=(1, 128, 128), layout="contiguous"),
     "fp16": Case(dtype="fp16", options={"causal": True}),
     "bf16": Case(dtype="bf16", options={"causal": True}),
@@ -157,25 +162,26 @@ def test_interpreted(errors: dict[str, dict[str, float]], name: str) -> None:
 def _with_nan(rank: int, world_size: int) -> list[int]:
     """NaNs in the results of one document when its neighbour is all NaN, for several windows."""
     counts = []
-    for causal, window in [(True, (7, 0)), (False, (7, 5)), (False, (-1, 5)), (True, (-1, -1))]:
-        leaves = [torch.randn(128, 2, 16) for _ in range(3)]
-        dout = torch.randn(128, 2, 16)
-        for x in (*leaves, dout):
-            x[64:] = torch.nan
-        leaves = [x.requires_grad_() for x in leaves]
-        cu_seqlens = torch.tensor([0, 64, 128], dtype=torch.int32)
-        out = rfa.triton_flash_attn_varlen_func(
-            *leaves, cu_seqlens, cu_seqlens, 64, 64, causal=causal, window_size=window
-        )
-        grads = torch.autograd.grad(out, leaves, dout)
-        counts += [int(x[:64].isnan().sum()) for x in (out, *grads)]
+    for length in (64, 75, 20):
+        for causal, window in [(True, (7, 0)), (False, (7, 5)), (False, (-1, 5)), (True, (-1, -1))]:
+            leaves = [torch.randn(128, 2, 16) for _ in range(3)]
+            dout = torch.randn(128, 2, 16)
+            for x in (*leaves, dout):
+                x[length:] = torch.nan
+            leaves = [x.requires_grad_() for x in leaves]
+            cu_seqlens = torch.tensor([0, length, 128], dtype=torch.int32)
+            out = rfa.triton_flash_attn_varlen_func(
+                *leaves, cu_seqlens, cu_seqlens, 128, 128, causal=causal, window_size=window
+            )
+            grads = torch.autograd.grad(out, leaves, dout)
+            counts += [int(x[:length].isnan().sum()) for x in (out, *grads)]
     return counts
 
 
 def test_documents_do_not_leak(pool: Ranks) -> None:
-    """Blocks that a window starts in the middle of a document reach into the next one."""
-    for counts in pool.run(_with_nan):
-        assert counts == [0] * 16
+    """Blocks would reach into the next document where they do not divide this one."""
+    for counts in pool.run(_with_nan, timeout=120):
+        assert counts == [0] * 48
 
 
 def _packs(rank: int, world_size: int) -> list[float]:

@@ -46,14 +46,15 @@ FLAGS = {
     "ALIBI": False,
     "DROPOUT": False,
     "SINK": False,
+    "CARRIED": False,
     "RESULT": False,
     "WHOLE": False,
     "FRESH": True,
     "UPCAST": False,
 }
 POINTERS = {
-    **dict.fromkeys(("out_ptr", "lse_ptr", "result_ptr", "stats_ptr"), "*fp32"),
-    **dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
+    **dict.fromkeys(("lse_ptr", "stats_ptr"), "*fp32"),
+    **dict.fromkeys(("out_ptr", "result_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
     **dict.fromkeys(("slopes_ptr", "seed_ptr", "blocks_ptr", "tiles_ptr"), "*i32"),
 }
 NUMBERS: dict[str, float] = {

@@ -63,10 +63,11 @@ class TritonKernel:
             call,
             call.nheads,
             blocks,
-            GUARD=work.ragged,
+            GUARD=work.short,
             WINDOW=work.windowed,
             WHOLE=work.full and not work.ragged,
             SINK=call.sink,
+            CARRIED=work.carried,
             RESULT=state.result is not None,
         )
 
@@ -132,7 +133,7 @@ def launch_backward(
         call,
         call.nheads_k if by_key else call.nheads,
         blocks,
-        GUARD=work.ragged,
+        GUARD=work.short,
         FRESH=fresh,
         **({} if by_key else {"WINDOW": work.windowed}),
     )

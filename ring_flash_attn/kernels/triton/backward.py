@@ -14,7 +14,18 @@ user's dtype. Always deterministic.
 import triton
 import triton.language as tl
 
-from .scores import ANY_NUMBER, LOG2E, dot, finish_scores, load_rows, mix, place, row_keys, spread
+from .scores import (
+    ANY_NUMBER,
+    LOG2E,
+    dot,
+    finish_scores,
+    inside_of,
+    load_rows,
+    mix,
+    place,
+    row_keys,
+    spread,
+)
 
 
 @triton.jit(do_not_specialize=ANY_NUMBER)
@@ -107,24 +118,25 @@ def run_keys(
     """Add queries begin … end to dK and dV of a block of keys; scores are (keys, queries)."""
     numbers = tl.arange(0, BLOCK_M)
     for i in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
-        inside = i + numbers < q_len
+        at = inside_of(i, q_len, BLOCK_M, MASKED, GUARD)
+        inside = at + numbers < q_len
         q = load_rows(
-            q_mat, q_row + i, q_col, stride_q, inside, d, BLOCK_M, D, TMA, EVEN, MASKED, GUARD
+            q_mat, q_row + at, q_col, stride_q, inside, d, BLOCK_M, D, TMA, EVEN, MASKED, GUARD
         )
         dout = load_rows(
-            dout_mat, o_row + i, o_col, stride_o, inside, dv, BLOCK_M, DV, TMA, EVEN, MASKED,
+            dout_mat, o_row + at, o_col, stride_o, inside, dv, BLOCK_M, DV, TMA, EVEN, MASKED,
             GUARD
         )
-        lse, delta = load_stats(stats_ptr, i, q_len, BLOCK_M, MASKED)
-        rows = (i + numbers)[None, :]
+        lse, delta = load_stats(stats_ptr, at, q_len, BLOCK_M, MASKED)
+        rows = (at + numbers)[None, :]
         p, slope_of_cap = probabilities(
             dot(k, tl.trans(q), UPCAST), distance[:, None] - rows * stride, rows,
-            first[:, None], last[:, None], lse[None, :], slope, scale, softcap, MASKED, SOFTCAP,
-            ALIBI,
+            tl.maximum(first, i)[:, None], last[:, None], lse[None, :], slope, scale, softcap,
+            MASKED, SOFTCAP, ALIBI,
         )
         dp = dot(v, tl.trans(dout), UPCAST)
         if DROPOUT:
-            row_hash = row_keys(seed_ptr, batch, head, token + (i + numbers) * stride)
+            row_hash = row_keys(seed_ptr, batch, head, token + (at + numbers) * stride)
             kept = mix(row_hash[None, :] ^ key_words[:, None]) >= threshold
             dp = tl.where(kept, dp * keep_scale, 0.0)
             shown = tl.where(kept, p * keep_scale, 0.0)
@@ -243,18 +255,20 @@ def run_queries(
     """Add keys begin … end to dQ of a block of queries."""
     columns = tl.arange(0, BLOCK_N)
     for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        inside = j + columns < k_len
+        at = inside_of(j, k_len, BLOCK_N, MASKED, GUARD)
+        inside = at + columns < k_len
         k = load_rows(
-            k_mat, k_row + j, k_col, stride_k, inside, d, BLOCK_N, D, TMA, EVEN, MASKED, GUARD
+            k_mat, k_row + at, k_col, stride_k, inside, d, BLOCK_N, D, TMA, EVEN, MASKED, GUARD
         )
         v = load_rows(
-            v_mat, v_row + j, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD
+            v_mat, v_row + at, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD
         )
-        keys = (j + columns)[None, :]
+        keys = (at + columns)[None, :]
         products = dot(q, tl.trans(k), UPCAST)
         dp = dot(dout, tl.trans(v), UPCAST)
         p, slope_of_cap = probabilities(
-            products, distance[:, None] + keys * stride, keys, first[:, None], last[:, None],
+            products, distance[:, None] + keys * stride, keys,
+            tl.maximum(first, j)[:, None], last[:, None],
             lse[:, None], slope, scale, softcap, MASKED, SOFTCAP, ALIBI,
         )
         if DROPOUT:

@@ -16,6 +16,7 @@ from .scores import (
     LOG2E,
     dot,
     finish_scores,
+    inside_of,
     load_rows,
     mix,
     place,
@@ -60,12 +61,14 @@ def run(
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        keys = j + columns
+        at = inside_of(j, k_len, BLOCK_N, MASKED, GUARD)
+        keys = at + columns
         k = load_rows(
-            k_mat, k_row + j, k_col, stride_k, keys < k_len, d, BLOCK_N, D, TMA, EVEN, MASKED, False
+            k_mat, k_row + at, k_col, stride_k, keys < k_len, d, BLOCK_N, D, TMA, EVEN, MASKED,
+            False
         )
         s = dot(q, tl.trans(k), UPCAST)
-        before = tl.maximum(j - BLOCK_N, begin)
+        before = inside_of(tl.maximum(j - BLOCK_N, begin), k_len, BLOCK_N, MASKED, GUARD)
         acc = add_values(
             acc * rescale[:, None], p, v_mat, v_row + before, v_col, stride_v,
             before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, UPCAST
@@ -79,7 +82,7 @@ def run(
         else:
             factor = scale * LOG2E  # one multiply-add with the maximum, below
         if MASKED:
-            seen = keys[None, :] <= last[:, None]
+            seen = (keys[None, :] <= last[:, None]) & (keys >= j)[None, :]
             if WINDOW:
                 seen = seen & (keys[None, :] >= first[:, None])
             s = tl.where(seen, s, float("-inf"))
@@ -97,6 +100,7 @@ def run(
         m = m_new
     if begin < end:
         before = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
+        before = inside_of(before, k_len, BLOCK_N, MASKED, GUARD)
         acc = add_values(
             acc * rescale[:, None], p, v_mat, v_row + before, v_col, stride_v,
             before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, UPCAST
@@ -116,7 +120,7 @@ def forward_kernel(
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr, SINK: tl.constexpr, RESULT: tl.constexpr,
+    DROPOUT: tl.constexpr, SINK: tl.constexpr, CARRIED: tl.constexpr, RESULT: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):
     block, pair = place(count, section)
@@ -149,15 +153,17 @@ def forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    is_first = (flags & 1) != 0
-    if SINK or not is_first:
-        lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
-        m = lse * LOG2E - CARRY
-        total = tl.where(lse > float("-inf"), tl.exp2(CARRY), 0.0)
-    if not is_first:
-        acc = tl.load(out_ptrs, mask=out_mask, other=0.0).to(tl.float32) * total[:, None]
-        if DROPOUT:
-            acc = acc / keep_scale  # acc is scaled once, at the end
+    # (Nested, because a condition on constants alone leaves the code out.)
+    if SINK or CARRIED:  # noqa: SIM102
+        if SINK or (flags & 1) == 0:
+            lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
+            m = lse * LOG2E - CARRY
+            total = tl.where(lse > float("-inf"), tl.exp2(CARRY), 0.0)
+    if CARRIED:  # noqa: SIM102
+        if (flags & 1) == 0:
+            acc = tl.load(out_ptrs, mask=out_mask, other=0.0) * total[:, None]
+            if DROPOUT:
+                acc = acc / keep_scale  # acc is scaled once, at the end
 
     slope = 0.0
     if ALIBI:

@@ -44,6 +44,19 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def inside_of(i, length, BLOCK: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr):
+    """Where to load the block that begins at i: the last one ends where the document does.
+
+    Its first rows are then some of the block before, and must be masked. With GUARD there are
+    documents shorter than a block, which it cannot be moved into.
+    """
+    if MASKED and not GUARD:
+        return tl.minimum(i, length - BLOCK)
+    else:
+        return i
+
+
+@triton.jit
 def load_rows(
     matrix, row, column, row_stride, inside, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,

@@ -33,6 +33,8 @@ class Table:
         windowed: some tile's band starts inside: there is an edge on the left.
         full: every tile's queries see all of its keys.
         ragged: blocks of the other side may reach beyond its end.
+        short: some other side is shorter than a block.
+        carried: some queries have a state from earlier launches.
         level: all programs have as much to do.
         length: rows of the other sides, all together.
     """
@@ -42,6 +44,8 @@ class Table:
     windowed: bool
     full: bool
     ragged: bool
+    short: bool
+    carried: bool
     level: bool
     length: int
 
@@ -111,6 +115,8 @@ def _build(
         windowed,
         all(tile.full for tile in tiles),
         any(mark % loop for mark in marks),
+        any(other[1] < loop for other in others),
+        not all(tile.first for tile in tiles),
         len(set(work)) == 1,
         sum(length for _, length in {(other[0], other[1]) for other in others}),
     )
