@@ -208,15 +208,3 @@ def _packs(rank: int, world_size: int) -> list[float]:
 def test_packs_of_one_shape(pool: Ranks) -> None:
     for errors in pool.run(_packs):
         assert max(errors) < 1e-5, errors
-
-
-def test_blocks_of_the_loop_divide_those_of_the_program() -> None:
-    """`Table.ragged` counts on it: programs start at multiples of the loop's block."""
-    from ring_flash_attn.kernels.triton.config import _HOPPER, _SMALL
-
-    for table in (_HOPPER, _SMALL):
-        for (kernel, _), blocks in table.items():
-            own, loop = blocks.rows, blocks.columns
-            if kernel == "keys":
-                own, loop = loop, own
-            assert own % loop == 0, (kernel, blocks)

@@ -125,8 +125,6 @@ BAD_ENTRIES = {
     "registers": (NAME, {**GOOD, "registers": 256}, '"registers" is 256'),
     "missing": (NAME, {"rows": 64, "columns": 64, "stages": 1}, '"warps" is 0'),
     "list": (NAME, [64, 64, 1, 4, 0], "it is not an object"),
-    "rows": (NAME, {**GOOD, "rows": 32, "columns": 64}, "64, the block of the loop, does not"),
-    "keys": ("keys, 64, float16", GOOD, "128, the block of the loop, does not divide 32"),
     "kernel": ("sideways, 64, float16", GOOD, "no kernel, limit and dtype have this name"),
     "limit": ("forward, 96, float16", GOOD, "no kernel, limit and dtype have this name"),
 }

@@ -65,7 +65,6 @@ class TritonKernel:
             blocks,
             GUARD=work.short,
             WINDOW=work.windowed,
-            WHOLE=work.full and not work.ragged,
             SINK=call.sink,
             CARRIED=work.carried,
             RESULT=state.result is not None,

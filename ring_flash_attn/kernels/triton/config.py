@@ -258,5 +258,4 @@ def _fault(name: str, entry: Any) -> str:
         number = getattr(blocks, field)
         if type(number) is not int or number not in allowed:
             return f'"{field}" is {number!r}, not {words}'
-    own, loop = own_and_loop(name.split(",")[0], blocks)
-    return f"{loop}, the block of the loop, does not divide {own}" if own % loop else ""
+    return ""

@@ -56,6 +56,7 @@ def run(
     m is the running maximum, total the running sum of p = 2^(s − m), acc that of p · v. A block's
     p · v waits until the next block's scores are there: tensor cores multiply it while the other
     units compute the next softmax. Before the first block p is 0, with any values it may see.
+    (p is rounded before the scores are multiplied, so that p · v can begin in one go after them.)
     """
     columns = tl.arange(0, BLOCK_N)
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -67,10 +68,11 @@ def run(
             k_mat, k_row + at, k_col, stride_k, keys < k_len, d, BLOCK_N, D, TMA, EVEN, MASKED,
             False
         )
+        shown = p.to(q.dtype)
         s = dot(q, tl.trans(k), UPCAST)
         before = inside_of(tl.maximum(j - BLOCK_N, begin), k_len, BLOCK_N, MASKED, GUARD)
         acc = add_values(
-            acc * rescale[:, None], p, v_mat, v_row + before, v_col, stride_v,
+            acc * rescale[:, None], shown, v_mat, v_row + before, v_col, stride_v,
             before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, UPCAST
         )
         if SOFTCAP or ALIBI:
@@ -121,7 +123,7 @@ def forward_kernel(
     GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, SINK: tl.constexpr, CARRIED: tl.constexpr, RESULT: tl.constexpr,
-    UPCAST: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     block, pair = place(count, section)
     entry = blocks_ptr + block * 12
@@ -192,24 +194,20 @@ def forward_kernel(
                 EVEN, TMA, True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             begin = edge
-        if WHOLE:  # every tile is full, and blocks divide it
-            whole = end
-        else:
-            whole = tl.minimum(k_len, i0 + high + 1)
-            whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
+        whole = tl.minimum(k_len, i0 + high + 1)
+        whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
         acc, m, total = run(
             acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, begin,
             whole, k_len, first, last, distance, row_hash, k_index, slope, scale, softcap,
             threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV, EVEN, TMA,
             False, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
         )
-        if not WHOLE:
-            acc, m, total = run(
-                acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
-                whole, end, k_len, first, last, distance, row_hash, k_index, slope, scale,
-                softcap, threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV,
-                EVEN, TMA, True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
-            )
+        acc, m, total = run(
+            acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, whole,
+            end, k_len, first, last, distance, row_hash, k_index, slope, scale, softcap,
+            threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV, EVEN, TMA,
+            True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
+        )
         tile += 1
 
     # Normalise; a row that saw no key is (0, −inf).

@@ -31,23 +31,17 @@ class Table:
             one past the last tile, flags, position, token, stride.
         tiles: (tiles, 8) int32: row of the other side, its length, low, high, position, token.
         windowed: some tile's band starts inside: there is an edge on the left.
-        full: every tile's queries see all of its keys.
-        ragged: blocks of the other side may reach beyond its end.
         short: some other side is shorter than a block.
         carried: some queries have a state from earlier launches.
         level: all programs have as much to do.
-        length: rows of the other sides, all together.
     """
 
     blocks: Tensor
     tiles: Tensor
     windowed: bool
-    full: bool
-    ragged: bool
     short: bool
     carried: bool
     level: bool
-    length: int
 
 
 _tables: OrderedDict[tuple[object, ...], tuple[Sequence[Tile], Table]]
@@ -62,7 +56,7 @@ def table(
     Args:
         tiles: plans hand out the same ones each time: their identity is the key.
         block: rows that a program owns.
-        loop: rows of the other side that it takes at a time; divides `block`.
+        loop: rows of the other side that it takes at a time.
         by_key: programs own keys rather than queries.
         device: where the table is wanted.
     """
@@ -92,14 +86,10 @@ def _build(
     blocks: list[list[int]] = []
     others: list[list[int]] = []
     work: list[int] = []
-    # Where loops over the other side begin and end, relative to the program's first row: blocks
-    # that do not divide all of these may reach beyond its end.
-    marks: set[int] = set()
     for items in groups.values():
         own, flags = items[0][0], items[0][4]
         begin = len(others)
         for _, other, low, high, _ in items:
-            marks |= {other.length, *([low] if low > 1 - own.length else [])}
             others.append([other.start, other.length, low, high, other.position, other.index, 0, 0])
         for i in range(0, own.length, block):
             rows = min(block, own.length - i)
@@ -113,12 +103,9 @@ def _build(
         _on(device, [blocks[n] for n in order]),
         _on(device, others),
         windowed,
-        all(tile.full for tile in tiles),
-        any(mark % loop for mark in marks),
         any(other[1] < loop for other in others),
         not all(tile.first for tile in tiles),
         len(set(work)) == 1,
-        sum(length for _, length in {(other[0], other[1]) for other in others}),
     )
 
 
