@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from .checks import autocast_dtype
@@ -59,8 +60,9 @@ def attention(
     """
     flat = [tensor for shard in shards for tensor in shard]
     inputs = flat if sink is None else [*flat, sink]
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
-        return forward(job, shards, sink)
+    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if not differentiates and forward_ad._current_level < 0:  # there is no forward mode: autograd
+        return forward(job, shards, sink)  # says so
     results = _Attention.apply(job, sink, *flat)
     count = len(shards)
     return [(results[i], results[count + i]) for i in range(count)]
@@ -97,9 +99,9 @@ def _by_rank(flat: Sequence[Tensor]) -> list[QKV]:
 
 def forward(job: Job, shards: Sequence[QKV], sink: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     """(out, lse) of each rank of this process, without autograd."""
-    with _no_autocast(job.call):
+    with no_autocast(job.call.device):
         only = job.ranks[0].forward.only
-        if only is not None and as_direct(job.kernel) is not None:
+        if len(job.ranks) == 1 and only is not None and as_direct(job.kernel) is not None:
             return [_forward_at_once(job, only, shards[0], sink)]
         walkers = [
             _Forward(job, local, shard, sink)
@@ -119,7 +121,7 @@ def backward(
     """From the gradients of (out, lse) of each rank those of sink and of (q, k, v) of each rank."""
     call, direct = job.call, as_direct(job.kernel)
     dsink = None if sink is None else torch.zeros_like(sink, dtype=call.state_dtype)
-    with _no_autocast(call):
+    with no_autocast(call.device):
         douts, kept = [], []
         for (out, lse), (dout, dlse) in zip(results, given, strict=True):
             douts.append(torch.zeros_like(out) if dout is None else dout)
@@ -128,7 +130,7 @@ def backward(
             if sink is not None and dsink is not None:
                 dsink -= _sink_part(sink, lse, kept[-1].delta)
         only = job.ranks[0].backward.only
-        if only is not None and direct is not None:
+        if len(job.ranks) == 1 and only is not None and direct is not None:
             grads = [_backward_at_once(job, only, shards[0], douts[0], kept[0])]
         else:
             walkers = [
@@ -140,11 +142,11 @@ def backward(
     return None if sink is None or dsink is None else dsink.to(sink.dtype), grads
 
 
-def _no_autocast(call: Call) -> AbstractContextManager[object]:
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Kernels choose the precision of every product themselves."""
-    if autocast_dtype(call.device.type) is None:
+    if autocast_dtype(device.type) is None:
         return nullcontext()
-    return torch.autocast(call.device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False)
 
 
 def _forward_at_once(

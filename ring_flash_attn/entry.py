@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,14 +180,13 @@ def run_single_documents(
     """Packed documents on one device."""
     if block_table is not None:
         raise NotImplementedError("block_table: paged keys and values are not supported")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_tensor(name, tensor)
+    checks.check_tensor("q", q)
     lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _on_one_device(q, k, v, lengths, options)
 
 
 _ready: dict[tuple[object, ...], Job] = {}  # by all that the checks and the plan depend on
-_READY = 256
+_READY = 64  # plans of long packs are large
 
 
 def _on_one_device(
@@ -211,24 +211,29 @@ def single_job(
 ) -> tuple[Job, QKV]:
     """What does a call on one device, and its tensors; checked and planned once for all like it."""
     packed = lengths is not None
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        checks.check_tensor(name, tensor)
+    q, k, v = in_autocast_dtype(q, k, v)
     key = _key(q, k, v, lengths, options)
     job = _ready.get(key) if key is not None else None
-    if job is None:
-        opts = Options(**options)
-        shard = _prepare(q, k, v, packed)
-        if lengths is None:
-            lengths = (q.shape[1],), (k.shape[1],)
-        else:
-            checks.check_total(lengths[0], q, "q", "cu_seqlens_q")
-            checks.check_total(lengths[1], k, "k", "cu_seqlens_k")
-        problem = _problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2], None)
-        job = virtual_job("ring", problem, [shard], opts)
-        if key is not None:
-            if len(_ready) >= _READY:
-                _ready.clear()
-            _ready[key] = job
-    else:
+    if job is not None:
         shard = (q[None], k[None], v[None]) if packed else (q, k, v)
+        if job.call.alibi_slopes is not None:
+            job = replace(job, call=replace(job.call, alibi_slopes=options["alibi_slopes"]))
+        return job, shard
+    opts = Options(**options)
+    shard = _prepare(q, k, v, packed)
+    if lengths is None:
+        lengths = (q.shape[1],), (k.shape[1],)
+    else:
+        checks.check_total(lengths[0], q, "q", "cu_seqlens_q")
+        checks.check_total(lengths[1], k, "k", "cu_seqlens_k")
+    problem = _problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2], None)
+    job = virtual_job("ring", problem, [shard], opts)
+    if key is not None:
+        if len(_ready) >= _READY:
+            _ready.pop(next(iter(_ready)), None)
+        _ready[key] = job
     return job, shard
 
 
@@ -236,16 +241,20 @@ def _key(
     q: Tensor, k: Tensor, v: Tensor, lengths: object, options: dict[str, Any]
 ) -> tuple[object, ...] | None:
     """What decides whether a call is right and how it is done; None if that takes a closer look."""
-    if options.get("alibi_slopes") is not None or options.get("sink") is not None:
-        return None
+    values: list[object] = [lengths, registrations()]
+    for x in (q, k, v, options.get("alibi_slopes"), options.get("sink")):
+        kind = (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
+        values.append(kind)
+    for name, value in options.items():
+        if name not in ("alibi_slopes", "sink"):
+            if isinstance(value, Tensor):  # equal to itself, whatever it holds
+                return None
+            values += name, type(value), value
+    left, right = checks.check_window(options.get("window_size", (-1, -1)))
+    key = (*values, left, right)
     try:
-        if checks.autocast_dtype(q.device.type) is not None:
-            return None
-        shapes = q.shape, k.shape, v.shape
-        kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-        key = (shapes, kinds, lengths, registrations(), *options.items())
         hash(key)
-    except (AttributeError, TypeError):  # not tensors, a list: the checks will tell
+    except TypeError:  # a list for a tuple, perhaps
         return None
     return key
 

@@ -205,13 +205,15 @@ def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which torch.compile traces as one operator."""
+    """The function, which torch.compile traces as one operator where it can."""
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return ops.traced(*args, **kwargs)
-        return function(*args, **kwargs)
+    def run(layout: str, route: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(layout, route, q, k, v, **options)
+        if ops.traceable(**options):
+            return ops.traced(q, k, v, **options)
+        return torch.compiler.disable(function)(layout, route, q, k, v, **options)
 
     return run
 

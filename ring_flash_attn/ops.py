@@ -13,26 +13,41 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .attention import QKV, Job, backward, forward
+from .attention import QKV, Job, backward, forward, no_autocast
 from .entry import in_autocast_dtype, single_job
 from .job import Output, draw_seed
 
 _REST = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "Tensor? alibi_slopes, Tensor? sink, float dropout_p, float? softmax_scale, bool causal, "
-    "int left, int right, float softcap, bool deterministic, str kernel"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    "Tensor? alibi_slopes, Tensor? sink, Tensor? seed, float dropout_p, float? softmax_scale, "
+    "bool causal, int left, int right, float softcap, bool deterministic, str kernel"
 )
-_FORWARD = f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor)"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)"
 _BACKWARD = (
-    "(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor seed, Tensor q, Tensor k, "
-    f"Tensor v, {_REST}) -> (Tensor, Tensor, Tensor, Tensor)"
+    "(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+    f"{_REST}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _SINK = 8  # its place among the arguments of the forward
+_TENSORS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+_INTEGERS = ("max_seqlen", "max_seqlen_q", "max_seqlen_k")
+_MAYBE_TENSORS = ("alibi_slopes", "sink")
+
+
+def traceable(**options: Any) -> bool:
+    """Whether an operator can take these; lengths in tensors, for example, are left to Python."""
+    for name, value in options.items():
+        if name in _TENSORS:
+            fits = isinstance(value, Tensor)
+        elif name in _INTEGERS:
+            fits = isinstance(value, int)
+        else:
+            fits = name in _MAYBE_TENSORS or not isinstance(value, Tensor)
+        if not fits:
+            return False
+    return options.get("block_table") is None
 
 
 def traced(
-    _layout: str,
-    _route: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -40,10 +55,10 @@ def traced(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    max_seqlen: int = 0,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    block_table: Tensor | None = None,
+    max_seqlen: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float | None = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -52,20 +67,19 @@ def traced(
     **options: Any,
 ) -> Output:
     """Any of the functions for one device, as one operator."""
-    if block_table is not None:
-        raise NotImplementedError("block_table: paged keys and values are not supported")
     q, k, v = in_autocast_dtype(q, k, v)
     left, right = checks.check_window(window_size)
-    out, lse, _ = torch.ops.ring_flash_attn.attention(
+    out, lse = torch.ops.ring_flash_attn.attention(
         q,
         k,
         v,
         cu_seqlens if cu_seqlens_q is None else cu_seqlens_q,
         cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
-        max_seqlen or max_seqlen_q,
-        max_seqlen or max_seqlen_k,
+        max_seqlen if max_seqlen_q is None else max_seqlen_q,
+        max_seqlen if max_seqlen_k is None else max_seqlen_k,
         alibi_slopes,
         sink,
+        draw_seed().to(q.device) if options["dropout_p"] else None,
         options["dropout_p"],
         options["softmax_scale"],
         options["causal"],
@@ -84,61 +98,56 @@ def _job(
     v: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *options: Any,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    seed: Tensor | None,
+    *numbers: Any,
 ) -> tuple[Job, QKV]:
-    """What does the call, and its tensors; dropout's seed is not in it yet."""
-    slopes, sink, dropout_p, scale, causal, left, right, softcap, deterministic, kernel = options
+    """What does the call, and its tensors. They have been cast: autocast must be off."""
+    dropout_p, scale, causal, left, right, softcap, deterministic, kernel = numbers
     lengths = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        assert max_seqlen_q is not None
+        assert max_seqlen_k is not None
         lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    named = {
+    options = {
         "dropout_p": dropout_p,
         "softmax_scale": scale,
         "causal": causal,
         "window_size": (left, right),
         "softcap": softcap,
-        "alibi_slopes": slopes,
+        "alibi_slopes": alibi_slopes,
         "deterministic": deterministic,
         "sink": sink,
         "kernel": kernel,
     }
-    return single_job(q, k, v, lengths, named)
+    job, shard = single_job(q, k, v, lengths, options)
+    return replace(job, call=replace(job.call, seed=seed)) if dropout_p else job, shard
 
 
-def _with_seed(job: Job, seed: Tensor) -> Job:
-    return replace(job, call=replace(job.call, seed=seed)) if job.call.dropout_p else job
-
-
-@torch.library.custom_op(
-    "ring_flash_attn::attention",
-    mutates_args=(),
-    schema=_FORWARD,
-    tags=(torch.Tag.nondeterministic_seeded,),  # dropout
-)
+@torch.library.custom_op("ring_flash_attn::attention", mutates_args=(), schema=_FORWARD)
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and the seed of dropout (0 without)."""
-    job, shard = _job(q, k, v, cu_seqlens_q, *rest)
-    seed = draw_seed() if job.call.dropout_p else torch.zeros((), dtype=torch.int64)
-    seed = seed.to(q.device)
-    ((out, lse),) = forward(_with_seed(job, seed), [shard], rest[_SINK - 4])
-    return (out, lse, seed) if cu_seqlens_q is None else (out[0], lse[0], seed)
+) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    with no_autocast(q.device):
+        job, shard = _job(q, k, v, cu_seqlens_q, *rest)
+        ((out, lse),) = forward(job, [shard], rest[_SINK - 4])
+    return (out, lse) if cu_seqlens_q is None else (out[0], lse[0])
 
 
 @attention_op.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     checks.check_tensors(q, k, v, packed=cu_seqlens_q is not None)
     *outer, length, nheads, _ = q.shape
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     return (
         q.new_empty((*outer, length, nheads, v.shape[-1])),
         q.new_empty((*outer, nheads, length), dtype=dtype),
-        q.new_empty((), dtype=torch.int64),
     )
 
 
@@ -148,7 +157,6 @@ def attention_backward_op(
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    seed: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -156,13 +164,14 @@ def attention_backward_op(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dsink (empty without a sink)."""
-    job, shard = _job(q, k, v, cu_seqlens_q, *rest)
     packed = cu_seqlens_q is not None
     if packed:
         out, lse = out[None], lse[None]
         dout, dlse = (None if x is None else x[None] for x in (dout, dlse))
-    job = _with_seed(job, seed)
-    dsink, ((dq, dk, dv),) = backward(job, [shard], rest[_SINK - 4], [(out, lse)], [(dout, dlse)])
+    with no_autocast(q.device):
+        job, shard = _job(q, k, v, cu_seqlens_q, *rest)
+        results = backward(job, [shard], rest[_SINK - 4], [(out, lse)], [(dout, dlse)])
+    dsink, ((dq, dk, dv),) = results
     if packed:
         dq, dk, dv = dq[0], dk[0], dv[0]
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
@@ -174,7 +183,6 @@ def _(
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    seed: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -186,23 +194,19 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.where = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
     ctx.inputs = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.save_for_backward(*output, *(inputs[i] for i in ctx.where))
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None
-) -> tuple[Tensor | None, ...]:
-    out, lse, seed, *tensors = ctx.saved_tensors
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
     inputs = list(ctx.inputs)
     for i, tensor in zip(ctx.where, tensors, strict=True):
         inputs[i] = tensor
-    dq, dk, dv, dsink = torch.ops.ring_flash_attn.attention_backward(
-        dout, dlse, out, lse, seed, *inputs
-    )
+    dq, dk, dv, dsink = torch.ops.ring_flash_attn.attention_backward(dout, dlse, out, lse, *inputs)
     grads: list[Tensor | None] = [dq, dk, dv, *[None] * (len(inputs) - 3)]
     grads[_SINK] = None if inputs[_SINK] is None else dsink
     return tuple(grads)

@@ -117,16 +117,61 @@ def test_wrong_shapes_are_refused_while_tracing() -> None:
         compiled(q, k, v)
 
 
+def test_backward_does_not_ask_for_autocast() -> None:
+    """Gradients of a forward in fp32 are fp32's, even if autocast is on when they are computed."""
+    function, inputs = _batch(causal=True)
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (function, compiled):
+        out = run(*inputs)
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+LIMITS = {
+    "tensor": lambda: torch.tensor(21),
+    "float": lambda: 21.0,
+    "number of a tensor": lambda: CU_SEQLENS.diff().max().item(),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_what_an_operator_cannot_take_breaks_the_graph(limit: str) -> None:
+    """It still works, as in Python."""
+    (qkv,) = _inputs((30, 3, 4, 8))
+
+    def run(qkv: Tensor) -> Tensor:
+        return rfa.flash_attn_varlen_qkvpacked_func(qkv, CU_SEQLENS, LIMITS[limit](), causal=True)
+
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(run, backend="aot_eager")(qkv), run(qkv))
+
+
+def test_a_tensor_for_a_number_breaks_the_graph() -> None:
+    q, k, v = _inputs((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
+    scale = torch.tensor(0.3)
+    torch.compiler.reset()
+    compiled = torch.compile(rfa.flash_attn_func, backend="aot_eager")
+    out = compiled(q, k, v, softmax_scale=scale)
+    assert torch.equal(out, rfa.flash_attn_func(q, k, v, softmax_scale=0.3))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_operators_keep_torchs_rules(packed: bool) -> None:
-    """Schema, fake results and autograd registration agree with what the operator does."""
+    """Schema, fake results and autograd registration agree with what the operators do."""
     shapes = (
         ((30, 4, 8), (30, 2, 8), (30, 2, 8)) if packed else ((2, 9, 4, 8), *((2, 9, 2, 8),) * 2)
     )
     q, k, v = _inputs(*shapes)
-    cu_seqlens = (CU_SEQLENS, CU_SEQLENS) if packed else (None, None)
+    cu_seqlens = (CU_SEQLENS, CU_SEQLENS, 21, 21) if packed else (None,) * 4
     (sink,) = _inputs((4,))
-    rest = (None, sink, 0.0, None, True, -1, -1, 0.0, False, "reference")
-    torch.library.opcheck(
-        torch.ops.ring_flash_attn.attention.default, (q, k, v, *cu_seqlens, 21, 21, *rest)
-    )
+    rest = (None, sink, torch.tensor(5), 0.2, None, True, -1, -1, 0.0, False, "reference")
+    inputs = (q, k, v, *cu_seqlens, *rest)
+    ops = torch.ops.ring_flash_attn
+    torch.library.opcheck(ops.attention.default, inputs)
+    with torch.no_grad():
+        out, lse = ops.attention(*inputs)
+        given = (torch.randn_like(out), torch.randn_like(lse), out, lse)
+        torch.library.opcheck(ops.attention_backward.default, (*given, *inputs))

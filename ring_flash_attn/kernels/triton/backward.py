@@ -35,7 +35,7 @@ def delta_kernel(
 ):
     """delta = sum of dout · out for BLOCK rows of one head; delta is (batch, nheads, length)."""
     pair = tl.program_id(0) // count
-    batch, head = (pair // nheads).to(tl.int64), pair % nheads
+    batch, head = (pair // nheads).to(tl.int64), (pair % nheads).to(tl.int64)
     rows = tl.program_id(0) % count * BLOCK + tl.arange(0, BLOCK)
     depth = tl.arange(0, DV)
     mask = (rows < length)[:, None] & (depth < dv)[None, :]

@@ -112,19 +112,17 @@ def run(
 
 @triton.jit(do_not_specialize=ANY_NUMBER)
 def forward_kernel(
-    q_mat, k_mat, v_mat, out_ptr, lse_ptr, result_ptr, slopes_ptr, seed_ptr, blocks_ptr,
-    tiles_ptr,
+    q_mat, k_mat, v_mat, out_ptr, lse_ptr, result_ptr, slopes_ptr, seed_ptr, blocks_ptr, tiles_ptr,
     scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group, count, section,
-    q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol, v_stride,
-    v_brow, v_bcol,
-    v_hrow, v_hcol, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
-    slopes_batch,
+    q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol,
+    v_stride, v_brow, v_bcol, v_hrow, v_hcol, o_batch, o_row, o_head, l_batch, l_head, l_row,
+    r_batch, r_row, r_head, slopes_batch,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr, SINK: tl.constexpr, CARRIED: tl.constexpr, RESULT: tl.constexpr,
-    UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, SINK: tl.constexpr,
+    CARRIED: tl.constexpr, RESULT: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
+    """Output and lse of BLOCK_M queries of one head: all tiles of the span."""
     block, pair = place(count, section)
     entry = blocks_ptr + block * 12
     row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)

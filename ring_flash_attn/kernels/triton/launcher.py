@@ -1,13 +1,12 @@
 """Launching: tensors as matrices, and arguments that are worked out once and kept.
 
-Triton looks at every argument of every launch to find the compiled kernel: 45 of them, again and
-again the same but for the addresses. So the first launch of a kind goes through Triton, and later
-ones take the compiled kernel and the list of arguments from a cache and exchange the tensors.
+Triton looks at every argument of every launch to find the compiled kernel: some 60 of them, again
+and again the same but for the addresses. So the first launch of a kind goes through Triton, and
+later ones take the compiled kernel and its arguments from a cache and exchange the tensors.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ class _Launch:
 
     Attributes:
         run: launches the compiled kernel with all of its arguments.
-        arguments: those of the last time.
+        arguments: those of the first time, without its tensors.
         descriptors: so many of the tensors, the first ones, are passed as bulk-copy descriptors.
         work: the table, if any; kept alive, since the cache goes by its identity.
     """
@@ -102,8 +101,7 @@ class _Launch:
 def _with_base(x: Tensor | None, other: TensorDescriptor) -> TensorDescriptor:
     """The other's descriptor for x, unchecked."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides = x, other.shape, other.strides
-    descriptor.block_shape, descriptor.padding = other.block_shape, other.padding
+    descriptor.__dict__.update(other.__dict__, base=x)
     return descriptor
 
 
@@ -117,7 +115,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-_launches: OrderedDict[tuple[object, ...], _Launch] = OrderedDict()
+_launches: dict[tuple[object, ...], _Launch] = {}
 
 
 def launch(
@@ -184,7 +182,6 @@ def _again(key: tuple[object, ...], tensors: Sequence[Tensor]) -> bool:
     found = _launches.get(key)
     if found is None:
         return False
-    _launches.move_to_end(key)
     with on_device(tensors[0].device):
         found.again(tensors)
     return True
@@ -209,9 +206,9 @@ def _first(
         is_descriptor = isinstance(kept[i], TensorDescriptor)
         kept[i] = _with_base(None, kept[i]) if is_descriptor else None
         descriptors += is_descriptor
+    if len(_launches) >= _KEPT:
+        _launches.pop(next(iter(_launches)), None)
     _launches[key] = _Launch(compiled[grid], tuple(kept), descriptors, work)
-    if len(_launches) > _KEPT:
-        _launches.popitem(last=False)
 
 
 def _base(x: Tensor | TensorDescriptor) -> Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 # Arguments that change from call to call and whose divisibility helps nobody: one kernel for all.
 ANY_NUMBER = [
     "threshold", "head_start", "nheads", "nheads_k", "group", "count", "section", "slopes_batch",
-    "length", "l_batch", "l_head", "s_batch", "s_head",
+    "length", "l_batch", "l_head", "e_batch", "e_head", "s_batch", "s_head",
     *(f"{x}_{y}row" for x in "qkvo" for y in "bh"),
 ]
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -7,7 +7,6 @@ a tile lies and which band the mask leaves of it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from ...tiles import Tile
 
 BLOCK_COLUMNS, TILE_COLUMNS = 12, 8
 FIRST, LAST = 1, 2
-_KEPT = 512  # tables; each is a few kilobytes
+_KEPT = 512  # tables; 48 bytes for each block, so a few kilobytes as a rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,7 @@ class Table:
     level: bool
 
 
-_tables: OrderedDict[tuple[object, ...], tuple[Sequence[Tile], Table]]
-_tables = OrderedDict()
+_tables: dict[tuple[object, ...], tuple[Sequence[Tile], Table]] = {}
 
 
 def table(
@@ -64,11 +62,9 @@ def table(
     found = _tables.get(key)
     if found is None:
         made = _build(tiles, block, loop, by_key, device)
+        if len(_tables) >= _KEPT:
+            _tables.pop(next(iter(_tables)), None)
         found = _tables[key] = tiles, made  # keeps the tiles, and so their id, alive
-        if len(_tables) > _KEPT:
-            _tables.popitem(last=False)
-    else:
-        _tables.move_to_end(key)
     return found[1]
 
 
