@@ -65,10 +65,7 @@ CASES = {
     "all_gather": Case(
         route="all_gather", layout="flat_zigzag", options={"causal": True, "heads_k_stride": 1}
     ),
-    "own_shards_only": Case(
-        lengths=(40,), layout="contiguous", options={"window_size": (0, 0)}
-    ),  # nothing is sent
-    "own_documents_only": Case(lengths=(20, 20), layout="flat_contiguous"),
+    "own_documents_only": Case(lengths=(20, 20), layout="flat_contiguous"),  # nothing is sent
     "one_rank": Case(world_size=1, options={"causal": True}),
     "mha": Case(nheads=2, options={"causal": True}),
     "mqa": Case(nheads_k=1, options={"causal": True}),
