@@ -46,14 +46,13 @@ FLAGS = {
     "ALIBI": False,
     "DROPOUT": False,
     "SINK": False,
-    "CARRIED": False,
-    "RESULT": False,
+    "RESULT": True,
     "FRESH": True,
     "UPCAST": False,
 }
 POINTERS = {
-    **dict.fromkeys(("lse_ptr", "stats_ptr"), "*fp32"),
-    **dict.fromkeys(("out_ptr", "result_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
+    **dict.fromkeys(("out_ptr", "lse_ptr", "stats_ptr"), "*fp32"),
+    **dict.fromkeys(("result_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
     **dict.fromkeys(("slopes_ptr", "seed_ptr", "blocks_ptr", "tiles_ptr"), "*i32"),
 }
 NUMBERS: dict[str, float] = {
@@ -81,17 +80,17 @@ class Case:
 
     Attributes:
         registers: instead of those of the block sizes, if not 0.
-        carried: the last step of several rather than the only one.
+        to_state: a step that is not the last one.
     """
 
     gpu: str
     kernel: str
     headdim: int
     registers: int = 0
-    carried: bool = False
+    to_state: bool = False
 
     def __str__(self) -> str:
-        return f"{self.gpu}-{self.kernel}-{self.headdim}" + "-carried" * self.carried
+        return f"{self.gpu}-{self.kernel}-{self.headdim}" + "-to_state" * self.to_state
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,8 @@ class Code:
         counts: instructions.
         loops: instructions of each innermost loop with matrix products, in the order in which they
             lie; on NVIDIA alone.
+        overwritten: instructions that write a register which a product may still be reading; on
+            sm_90 alone.
     """
 
     shared: int
@@ -116,6 +117,7 @@ class Code:
     spills: int
     counts: Counter[str]
     loops: list[list[str]]
+    overwritten: list[str]
 
     @property
     def stores(self) -> int:
@@ -125,7 +127,7 @@ class Code:
 
 CASES = [
     *(Case(gpu, kernel, d) for gpu in GPUS for kernel in LOOPS for d in HEADDIMS),
-    *(Case("sm_90", "forward", d, carried=True) for d in HEADDIMS),
+    *(Case("sm_90", "forward", d, to_state=True) for d in HEADDIMS),
 ]
 STARVED = Case("sm_90", "keys", 128, registers=96)
 
@@ -191,11 +193,9 @@ def _compile(case: Case) -> Code:
     }
     target = GPUTarget(*GPUS[case.gpu])
     names = kernel.arg_names
-    tensors = POINTERS | matrices
-    if case.carried:
-        constants |= {"CARRIED": True, "RESULT": True}
-        tensors["out_ptr"] = "*fp32"
-    signature = _signature(names, constants, tensors, target.backend == "hip")
+    if case.to_state:
+        constants["RESULT"] = False
+    signature = _signature(names, constants, POINTERS | matrices, target.backend == "hip")
     options: dict[str, int] = {"num_warps": blocks.warps}
     if blocks.registers and target.backend == "cuda":
         options["maxnreg"] = blocks.registers
@@ -218,6 +218,7 @@ def _read_amd(compiled: Any) -> Code:
         number("private_segment_fixed_size"),
         number("vgpr_spill_count"),  # scalar ones are kept in vector registers
         Counter(re.findall(r"^\s+(v_mfma)", text, re.MULTILINE)),
+        [],
         [],
     )
 
@@ -242,7 +243,8 @@ def _read_nvidia(compiled: Any) -> Code:
     loops = [_names([code[i][1] for i in sorted(loop)]) for loop in _innermost(code)]
     counts = Counter(_names([instruction for _, instruction in code]))
     shared, tensor = compiled.metadata.shared, compiled.metadata.tmem_size
-    return Code(shared, tensor, int(registers), int(stack), 0, counts, loops)
+    overwritten = _overwritten(code)
+    return Code(shared, tensor, int(registers), int(stack), 0, counts, loops, overwritten)
 
 
 def _names(code: list[str]) -> list[str]:
@@ -284,6 +286,37 @@ def _innermost(code: list[tuple[int, str]]) -> list[set[int]]:
     return [loop for loop in loops if not any(other < loop for other in loops)]
 
 
+def _overwritten(code: list[tuple[int, str]]) -> list[str]:
+    """What writes the first operand of an HGMMA, where that is in registers, before it is awaited.
+
+    Triton leaves products under way while it goes on. That nothing touches their registers in the
+    meantime is up to the order in which the kernel is written.
+    """
+    numbers = {address: i for i, (address, _) in enumerate(code)}
+    found = []
+    for i, (_, product) in enumerate(code):
+        operand = re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", product)
+        if not operand:
+            continue
+        held = range(int(operand[1]), int(operand[1]) + 4)
+        seen, waiting = set(), [i + 1]
+        while waiting:
+            j = waiting.pop()
+            if j in seen or re.search(r"WARPGROUP\.DEPBAR|\bEXIT\b", code[j][1]):
+                continue
+            seen.add(j)
+            written = re.match(r"(?:@!?\w+ )?(?!ST|HGMMA)\S+ R(\d+)\b", code[j][1])
+            if written and int(written[1]) in held:
+                found.append(code[j][1])
+                continue
+            branch = re.search(r"\bBRA\b.*\b(0x[0-9a-f]+)$", code[j][1])
+            if branch:
+                waiting.append(numbers[int(branch[1], 16)])
+            if not branch or code[j][1].startswith("@"):
+                waiting.append(j + 1)
+    return found
+
+
 def _no_interpreter() -> None:
     os.environ["TRITON_INTERPRET"] = "0"
 
@@ -308,25 +341,42 @@ def test_compiled(compiled: dict[Case, Future[Code]], case: Case) -> None:
     assert code.registers <= 255
     assert len(code.loops) >= LOOPS[case.kernel]
     assert code.stores == 0, code.loops
+    assert not code.overwritten
     if case.gpu == "sm_90":  # one product does not wait for the other
         assert code.counts["WARPGROUP.ARRIVE"] * 2 < code.counts["HGMMA"]
 
 
-@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("to_state", [False, True])
 def test_products_and_copies_run_during_the_softmax(
-    compiled: dict[Case, Future[Code]], carried: bool
+    compiled: dict[Case, Future[Code]], to_state: bool
 ) -> None:
     """On sm_90 the whole blocks' p · v and the next copies are under way before it begins.
 
     A fifth of the speed depends on it, and small changes of the kernel undo it.
     """
-    loops = compiled[Case("sm_90", "forward", 128, carried=carried)].result().loops
+    loops = compiled[Case("sm_90", "forward", 128, to_state=to_state)].result().loops
     whole = min(loops, key=len)  # without a mask
     softmax = whole.index("MUFU.EX2")
     assert "HGMMA" not in whole[softmax:]
     assert "UTMALDG" not in whole[softmax:]
     assert whole[:softmax].count("HGMMA") == 12
     assert whole[:softmax].count("UTMALDG") == 2
+
+
+def test_overwritten_operands_are_seen() -> None:
+    """The rounded p of the next block, in the registers of one that is still being multiplied."""
+    loop = [
+        "F2FP.BF16.F32.PACK_AB R120, R22, R15",
+        "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR36], R88, gsb0",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "HGMMA.64x128x16.F32.BF16 R24, R120, gdesc[UR12].tnspB, R24, gsb0",
+        "@!P0 BRA 0x0",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "EXIT",
+    ]
+    assert _overwritten([(16 * i, x) for i, x in enumerate(loop)]) == loop[:1]
+    loop[0], loop[1], loop[2] = loop[1], loop[2], loop[0]
+    assert _overwritten([(16 * i, x) for i, x in enumerate(loop)]) == []
 
 
 def test_spills_are_seen(compiled: dict[Case, Future[Code]]) -> None:

@@ -56,7 +56,8 @@ def run(
     m is the running maximum, total the running sum of p = 2^(s − m), acc that of p · v. A block's
     p · v waits until the next block's scores are there: tensor cores multiply it while the other
     units compute the next softmax. Before the first block p is 0, with any values it may see.
-    (p is rounded before the scores are multiplied, so that p · v can begin in one go after them.)
+    (p is rounded after the next scores, not before: until they are there, the product of the block
+    before may still be reading the registers that hold its own rounded p.)
     """
     columns = tl.arange(0, BLOCK_N)
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -68,8 +69,8 @@ def run(
             k_mat, k_row + at, k_col, stride_k, keys < k_len, d, BLOCK_N, D, TMA, EVEN, MASKED,
             False
         )
-        shown = p.to(q.dtype)
         s = dot(q, tl.trans(k), UPCAST)
+        shown = p.to(q.dtype)
         before = inside_of(tl.maximum(j - BLOCK_N, begin), k_len, BLOCK_N, MASKED, GUARD)
         acc = add_values(
             acc * rescale[:, None], shown, v_mat, v_row + before, v_col, stride_v,
@@ -120,7 +121,7 @@ def forward_kernel(
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     GUARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, SINK: tl.constexpr,
-    CARRIED: tl.constexpr, RESULT: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    RESULT: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Output and lse of BLOCK_M queries of one head: all tiles of the span."""
     block, pair = place(count, section)
@@ -153,17 +154,15 @@ def forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    # (Nested, because a condition on constants alone leaves the code out.)
-    if SINK or CARRIED:  # noqa: SIM102
-        if SINK or (flags & 1) == 0:
-            lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
-            m = lse * LOG2E - CARRY
-            total = tl.where(lse > float("-inf"), tl.exp2(CARRY), 0.0)
-    if CARRIED:  # noqa: SIM102
-        if (flags & 1) == 0:
-            acc = tl.load(out_ptrs, mask=out_mask, other=0.0) * total[:, None]
-            if DROPOUT:
-                acc = acc / keep_scale  # acc is scaled once, at the end
+    is_first = (flags & 1) != 0
+    if SINK or not is_first:
+        lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
+        m = lse * LOG2E - CARRY
+        total = tl.where(lse > float("-inf"), tl.exp2(CARRY), 0.0)
+    if not is_first:
+        acc = tl.load(out_ptrs, mask=out_mask, other=0.0) * total[:, None]
+        if DROPOUT:
+            acc = acc / keep_scale  # acc is scaled once, at the end
 
     slope = 0.0
     if ALIBI:

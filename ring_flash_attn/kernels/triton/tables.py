@@ -31,7 +31,6 @@ class Table:
         tiles: (tiles, 8) int32: row of the other side, its length, low, high, position, token.
         windowed: some tile's band starts inside: there is an edge on the left.
         short: some other side is shorter than a block.
-        carried: some queries have a state from earlier launches.
         level: all programs have as much to do.
     """
 
@@ -39,7 +38,6 @@ class Table:
     tiles: Tensor
     windowed: bool
     short: bool
-    carried: bool
     level: bool
 
 
@@ -100,7 +98,6 @@ def _build(
         _on(device, others),
         windowed,
         any(other[1] < loop for other in others),
-        not all(tile.first for tile in tiles),
         len(set(work)) == 1,
     )
 
