@@ -59,14 +59,18 @@ def traced(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     block_table: None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float | None = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    return_attn_probs: bool = False,
-    **options: Any,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    sink: Tensor | None,
+    kernel: str,
 ) -> Output:
-    """Any of the functions for one device, as one operator."""
+    """Any of the functions for one device, as one operator; exactly their options."""
     q, k, v = in_autocast_dtype(q, k, v)
     left, right = checks.check_window(window_size)
     out, lse = torch.ops.ring_flash_attn.attention(
@@ -79,15 +83,15 @@ def traced(
         max_seqlen if max_seqlen_k is None else max_seqlen_k,
         alibi_slopes,
         sink,
-        draw_seed().to(q.device) if options["dropout_p"] else None,
-        options["dropout_p"],
-        options["softmax_scale"],
-        options["causal"],
+        draw_seed().to(q.device) if dropout_p else None,
+        dropout_p,
+        softmax_scale,
+        bool(causal),
         left,
         right,
         softcap or 0.0,
-        options["deterministic"],
-        options["kernel"],
+        bool(deterministic),
+        kernel,
     )
     return (out, lse, None) if return_attn_probs else out
 

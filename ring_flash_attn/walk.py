@@ -97,6 +97,7 @@ class Path:
         if len(launches) != 1 or any(step.transfers for step in self.plan.steps):
             return None
         tiles, rank = launches[0].tiles, self.plan.rank
+        assert all(tile.first and tile.last for tile in tiles), "nothing is carried"
         rows = {tile.query.start: tile.query.length for tile in tiles}
         columns = {tile.key.start: tile.key.length for tile in tiles}
         return Only(

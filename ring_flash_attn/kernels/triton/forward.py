@@ -33,12 +33,12 @@ def add_values(
     EVEN: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """acc + p · v for the BLOCK_N values from v_row on."""
+    """acc + p · v for the BLOCK_N values from v_row on; p is rounded like v."""
     v = load_rows(v_mat, v_row, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD)
     if UPCAST:
-        return acc + dot(p.to(v.dtype), v, UPCAST)
+        return acc + dot(p, v, UPCAST)
     else:
-        return tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        return tl.dot(p, v, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -70,10 +70,10 @@ def run(
             False
         )
         s = dot(q, tl.trans(k), UPCAST)
-        shown = p.to(q.dtype)
+        rounded = p.to(q.dtype)
         before = inside_of(tl.maximum(j - BLOCK_N, begin), k_len, BLOCK_N, MASKED, GUARD)
         acc = add_values(
-            acc * rescale[:, None], shown, v_mat, v_row + before, v_col, stride_v,
+            acc * rescale[:, None], rounded, v_mat, v_row + before, v_col, stride_v,
             before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, UPCAST
         )
         if SOFTCAP or ALIBI:
@@ -105,7 +105,7 @@ def run(
         before = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
         before = inside_of(before, k_len, BLOCK_N, MASKED, GUARD)
         acc = add_values(
-            acc * rescale[:, None], p, v_mat, v_row + before, v_col, stride_v,
+            acc * rescale[:, None], p.to(q.dtype), v_mat, v_row + before, v_col, stride_v,
             before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, UPCAST
         )
     return acc, m, total
