@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import ring_flash_attn as rfa
 from ring_flash_attn.cli.oracle import Rules, oracle
@@ -311,6 +312,28 @@ def test_triton_in_a_full_graph() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_triton_draws_the_same_dropout_again(compiled: bool) -> None:
+    """Layers that are computed again in backward drop the same entries."""
+    q, k, v, dout = (x.unflatten(0, (1, -1)) for x in _inputs(torch.bfloat16))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return rfa.triton_flash_attn_func(q, k, v, causal=True, dropout_p=0.3)
+
+    def again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return checkpoint(attend, q, k, v, use_reentrant=False)
+
+    results = []
+    for function in (attend, again):
+        if compiled:
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.manual_seed(7)
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("form", ["func", "qkvpacked_func"])
 def test_triton_host_time(form: str) -> None:
     """Forward calls return within 100 microseconds; twice that here, for slower hosts."""
@@ -358,7 +381,9 @@ def test_triton_needs_no_more_memory() -> None:
     assert peaks[0] < 1.2 * peaks[1], peaks
 
 
-def _over_a_group(rank: int, world_size: int, dtype: torch.dtype) -> list[dict[str, float]]:
+def _over_a_group(
+    rank: int, world_size: int, kernel: str, dtype: torch.dtype
+) -> list[dict[str, float]]:
     """Errors of this rank for every layout × route, dropout included."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     inputs = _inputs(dtype)
@@ -375,6 +400,7 @@ def _over_a_group(rank: int, world_size: int, dtype: torch.dtype) -> list[dict[s
                 cu_seqlens=torch.tensor(CU_SEQLENS, device="cuda"),
                 causal=True,
                 dropout_p=0.1,
+                kernel=kernel,
             )
             out.backward(dout)
             torch.manual_seed(0)
@@ -392,19 +418,27 @@ def _check(found: list[list[dict[str, float]]], dtype: torch.dtype) -> None:
             assert all(error < TOLERANCE[dtype] for error in case.values()), (rank, case)
 
 
-def test_gloo_stages_cuda_tensors(ranks) -> None:
-    _check(ranks(4, "gloo").run(_over_a_group, torch.float64, timeout=300), torch.float64)
+_OVER_A_GROUP = pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [("reference", torch.float64), ("triton", torch.bfloat16)],
+    ids=["reference", "triton"],
+)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_nccl(ranks, dtype: torch.dtype) -> None:
+@_OVER_A_GROUP
+def test_gloo_stages_cuda_tensors(ranks, kernel: str, dtype: torch.dtype) -> None:
+    _check(ranks(4, "gloo").run(_over_a_group, kernel, dtype, timeout=300), dtype)
+
+
+@_OVER_A_GROUP
+def test_nccl(ranks, kernel: str, dtype: torch.dtype) -> None:
     """With one GPU this needs NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1."""
     world_size = min(torch.cuda.device_count(), 4)
     if world_size == 1:
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             pytest.skip("one GPU, and NCCL_MULTI_RANK_GPU_ENABLE is not set")
         world_size = 4
-    _check(ranks(world_size, "nccl").run(_over_a_group, dtype, timeout=300), dtype)
+    _check(ranks(world_size, "nccl").run(_over_a_group, kernel, dtype, timeout=300), dtype)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "triton"])
