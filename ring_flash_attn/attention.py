@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .checks import autocast_dtype
 from .comm import Transport
-from .kernels.base import Call, Grads, Kernel, Saved, State, as_direct
+from .kernels.base import Call, Grads, Kernel, Saved, State, as_block, as_direct
 from .kernels.merge import merge
 from .plan import Payload, Side, Work
 from .walk import Field, Only, Path, Views, Walker, walk
@@ -101,8 +101,10 @@ def forward(job: Job, shards: Sequence[QKV], sink: Tensor | None) -> list[tuple[
     """(out, lse) of each rank of this process, without autograd."""
     with no_autocast(job.call.device):
         only = job.ranks[0].forward.only
-        if len(job.ranks) == 1 and only is not None and as_direct(job.kernel) is not None:
-            return [_forward_at_once(job, only, shards[0], sink)]
+        if len(job.ranks) == 1 and only is not None:
+            result = _forward_at_once(job, only, shards[0], sink)
+            if result is not None:
+                return [result]
         walkers = [
             _Forward(job, local, shard, sink)
             for local, shard in zip(job.ranks, shards, strict=True)
@@ -119,19 +121,21 @@ def backward(
     given: Sequence[tuple[Tensor | None, Tensor | None]],
 ) -> tuple[Tensor | None, list[QKV]]:
     """From the gradients of (out, lse) of each rank those of sink and of (q, k, v) of each rank."""
-    call, direct = job.call, as_direct(job.kernel)
+    call = job.call
     dsink = None if sink is None else torch.zeros_like(sink, dtype=call.state_dtype)
     with no_autocast(call.device):
         douts, kept = [], []
         for (out, lse), (dout, dlse) in zip(results, given, strict=True):
             douts.append(torch.zeros_like(out) if dout is None else dout)
-            delta = (_delta if direct is None else direct.delta)(douts[-1], out, call)
-            kept.append(Saved(lse, delta if dlse is None else delta - dlse))
+            kept.append(_saved(job, out, lse, douts[-1], dlse, sink is not None))
             if sink is not None and dsink is not None:
                 dsink -= _sink_part(sink, lse, kept[-1].delta)
         only = job.ranks[0].backward.only
-        if len(job.ranks) == 1 and only is not None and direct is not None:
-            grads = [_backward_at_once(job, only, shards[0], douts[0], kept[0])]
+        at_once = None
+        if len(job.ranks) == 1 and only is not None:
+            at_once = _backward_at_once(job, only, shards[0], douts[0], kept[0])
+        if at_once is not None:
+            grads = [at_once]
         else:
             walkers = [
                 _Backward(job, *of_rank)
@@ -149,18 +153,48 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
+def _saved(
+    job: Job, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, sink: bool
+) -> Saved:
+    """What the kernel has to know of the forward pass."""
+    call, direct = job.call, as_direct(job.kernel)
+    if as_block(job.kernel) is not None:
+        if dlse is not None:
+            raise NotImplementedError(
+                f"kernel {job.kernel.name!r} cannot differentiate through lse: use another one "
+                "(triton, reference), or detach lse"
+            )
+        return Saved(lse, _delta(dout, out, call) if sink else lse.new_empty(0), out)
+    delta = (_delta if direct is None else direct.delta)(dout, out, call)
+    return Saved(lse, delta if dlse is None else delta - dlse)
+
+
 def _forward_at_once(
     job: Job, only: Only, shard: QKV, sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """One launch for all: nothing is carried, and the kernel writes what the user gets."""
+) -> tuple[Tensor, Tensor] | None:
+    """One launch for all: nothing is carried, and the kernel writes what the user gets.
+
+    None for a kernel that cannot.
+    """
     q, k, v = shard
+    block = as_block(job.kernel)
+    if block is not None and sink is None:
+        return block.alone(q, k, v, only.tiles, job.call)
+    if as_direct(job.kernel) is None:
+        return None
     out, lse = _empty_state(q, job.call, job.call.dtype, sink, only.covers_queries)
     job.kernel.forward(q, k, v, only.tiles, State(out, lse), job.call)
     return out, lse
 
 
-def _backward_at_once(job: Job, only: Only, shard: QKV, dout: Tensor, saved: Saved) -> QKV:
+def _backward_at_once(job: Job, only: Only, shard: QKV, dout: Tensor, saved: Saved) -> QKV | None:
+    """Likewise."""
     q, k, v = shard
+    block = as_block(job.kernel)
+    if block is not None:
+        return block.alone_backward(dout, q, k, v, only.tiles, saved, job.call)
+    if as_direct(job.kernel) is None:
+        return None
     make_q = torch.empty_like if only.covers_queries else torch.zeros_like
     make_k = torch.empty_like if only.covers_keys else torch.zeros_like
     compact = torch.contiguous_format
@@ -217,7 +251,8 @@ class _Forward(Walker):
                 Field(group, None, call.state_dtype),
             ),
         }
-        covered = self.plan.complete and as_direct(job.kernel) is not None
+        starts = as_direct(job.kernel) is not None or as_block(job.kernel) is not None
+        covered = self.plan.complete and starts
         out, lse = _empty_state(q, call, call.state_dtype, sink, covered)
         final = self.plan.complete and call.dtype is not call.state_dtype
         self.state = State(out, lse, torch.empty_like(out, dtype=call.dtype) if final else None)
@@ -254,7 +289,10 @@ class _Forward(Walker):
 
 
 class _Backward(Walker):
-    """q, dout, lse, delta and k, v travel as the plan says; dq and (dk, dv) are the results."""
+    """q, dout, lse, delta and k, v travel as the plan says; dq and (dk, dv) are the results.
+
+    For kernels that return blocks, out travels instead of delta.
+    """
 
     def __init__(self, job: Job, local: Local, shard: QKV, dout: Tensor, saved: Saved) -> None:
         q, k, v = shard
@@ -262,13 +300,13 @@ class _Backward(Walker):
         call = job.call
         super().__init__(local.backward, local.transport(), q.shape[0], q.device)
         group = call.nheads // call.nheads_k
-        row = Field(group, None, call.state_dtype)
+        row, out = Field(group, None, call.state_dtype), Field(group, call.headdim_v, call.dtype)
         self.fields = {
             (Payload.INPUT, Side.QUERY): (
                 Field(group, call.headdim, call.dtype),
-                Field(group, call.headdim_v, call.dtype),
+                out,
                 row,
-                row,
+                row if saved.out is None else out,
             ),
             (Payload.INPUT, Side.KEY): _key_fields(call, call.dtype),
             (Payload.RESULT, Side.QUERY): (Field(group, call.headdim, call.state_dtype),),
@@ -276,18 +314,27 @@ class _Backward(Walker):
         }
         dq, dk, dv = (torch.zeros(x.shape, dtype=call.state_dtype, device=x.device) for x in shard)
         self.home = {
-            (Payload.INPUT, Side.QUERY): (q, dout, saved.lse, saved.delta),
+            (Payload.INPUT, Side.QUERY): (
+                q,
+                dout,
+                saved.lse,
+                saved.delta if saved.out is None else saved.out,
+            ),
             (Payload.INPUT, Side.KEY): (k, v),
             (Payload.RESULT, Side.QUERY): (dq,),
             (Payload.RESULT, Side.KEY): (dk, dv),
         }
 
     def launch(self, work: Work) -> None:
-        q, dout, lse, delta = self.inputs(work, Side.QUERY)
+        q, dout, lse, delta_or_out = self.inputs(work, Side.QUERY)
         k, v = self.inputs(work, Side.KEY)
         (dq,), (dk, dv) = self.results(work, Side.QUERY), self.results(work, Side.KEY)
         call = self.job.call.of_heads(*work.heads)
-        saved, grads = Saved(lse, delta), Grads(dq, dk, dv)
+        if as_block(self.job.kernel) is None:
+            saved = Saved(lse, delta_or_out)
+        else:
+            saved = Saved(lse, lse.new_empty(0), delta_or_out)
+        grads = Grads(dq, dk, dv)
         self.job.kernel.backward(dout, q, k, v, work.tiles, saved, grads, call)
 
     def combine(self, side: Side, ours: Views, theirs: Views) -> None:

@@ -66,7 +66,7 @@ def _short(lengths: Sequence[int]) -> str:
     return f"{shown}, … ({len(lengths)} documents)" if len(lengths) > 8 else shown
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options) -> Call:
+def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: AnyProblem) -> Call:
     """Check what is left of the arguments; everything but dropout's seed."""
     slopes = checks.check_alibi(opts.alibi_slopes, q)
     checks.check_sink(opts.sink, q)
@@ -84,6 +84,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options) -> Call:
         dropout_p=checks.check_dropout(opts.dropout_p),
         sink=opts.sink is not None,
         deterministic=bool(opts.deterministic),
+        packed=not isinstance(problem, Problem) or len(problem.lengths_q) > 1,
     )
 
 
@@ -108,7 +109,7 @@ def run_on_group(
     transport = functools.partial(comm.DistributedTransport, group, q.device)
     local = _plan(route, problem, comm.rank_and_size(group)[0], transport)
     _check_shard(problem, local, q, k)
-    call = _call(q, k, v, opts)
+    call = _call(q, k, v, opts, problem)
     kernel = choose_kernel(opts.kernel, call)
     inputs = (q, k, v) if opts.sink is None else (q, k, v, opts.sink)
     comm.agree(_signature(route, problem, call, kernel.name, inputs, same), group)
@@ -127,7 +128,7 @@ def virtual_job(route: str, problem: Problem, shards: Sequence[QKV], opts: Optio
     )
     for local, (q, k, _) in zip(ranks, shards, strict=True):
         _check_shard(problem, local, q, k)
-    call = _call(*shards[0], opts)
+    call = _call(*shards[0], opts, problem)
     return Job(ranks, choose_kernel(opts.kernel, call), call)
 
 

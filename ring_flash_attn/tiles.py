@@ -63,8 +63,7 @@ class Tile:
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs that the mask allows."""
-        rows, columns = self.query.length, self.key.length
-        return _pairs_up_to(rows, columns, self.high) - _pairs_up_to(rows, columns, self.low - 1)
+        return band_pairs(self.query.length, self.key.length, self.low, self.high)
 
 
 def make_tile(query: Span, key: Span, mask: Mask) -> Tile | None:
@@ -93,6 +92,11 @@ def make_tiles(queries: Iterable[Span], keys: Sequence[Span], mask: Mask) -> tup
         for key in by_document.get(query.document, ())
     )
     return tuple(tile for tile in found if tile is not None)
+
+
+def band_pairs(rows: int, columns: int, low: int, high: int) -> int:
+    """Number of pairs (i, j) of rows × columns with low <= j − i <= high."""
+    return _pairs_up_to(rows, columns, high) - _pairs_up_to(rows, columns, low - 1)
 
 
 def _pairs_up_to(rows: int, columns: int, high: int) -> int:

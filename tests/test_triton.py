@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from merging import fused_and_plain
 from ranks import Ranks
 
 import ring_flash_attn as rfa
@@ -170,6 +171,15 @@ def errors(pool: Ranks) -> dict[str, dict[str, float]]:
 def test_interpreted(errors: dict[str, dict[str, float]], name: str) -> None:
     _, tolerance = DTYPES[CASES[name].dtype]
     assert all(error < tolerance for error in errors[name].values()), errors[name]
+
+
+def _merge(rank: int, world_size: int) -> None:
+    for ours, expected in fused_and_plain("cpu"):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_fused_merge_interpreted(pool: Ranks) -> None:
+    pool.run(_merge, timeout=120)
 
 
 def _with_nan(rank: int, world_size: int) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -31,6 +32,7 @@ class Call:
         seed: () int64 on `device`, the key of dropout's draws; None without dropout.
         sink: whether the state a tile marked `first` finds holds an attention sink.
         deterministic: the same input must give the same bits, gradients too.
+        packed: there is more than one document.
         head_start: number of the first query head here, among all query heads of the call.
         key: everything but the mask and what is in the tensors; hashable.
     """
@@ -49,6 +51,7 @@ class Call:
     seed: Tensor | None = None
     sink: bool = False
     deterministic: bool = False
+    packed: bool = False
     head_start: int = 0
     key: tuple[object, ...] = field(init=False, compare=False, repr=False)
 
@@ -101,11 +104,14 @@ class Saved:
 
     Attributes:
         lse: (batch, nheads, seqlen_q) of the whole softmax, over all steps.
-        delta: (batch, nheads, seqlen_q), sum of dout · out, less the gradient of lse.
+        delta: (batch, nheads, seqlen_q), sum of dout · out, less the gradient of lse; empty for a
+            `BlockKernel`, which computes it itself.
+        out: (batch, seqlen_q, nheads, headdim_v) in the user's dtype, for a `BlockKernel` alone.
     """
 
     lse: Tensor
     delta: Tensor
+    out: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +183,40 @@ def as_direct(kernel: Kernel) -> DirectKernel | None:
     return cast(DirectKernel, kernel) if getattr(kernel, "direct", False) else None
 
 
+class BlockKernel(Kernel, Protocol):
+    """A kernel that returns blocks, which are merged; it cannot differentiate through lse.
+
+    Like a `DirectKernel` it takes queries of tiles marked `first` as having no state. It wants
+    `Saved.out` instead of `delta`.
+    """
+
+    blocks: bool  # true
+
+    def alone(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], call: Call
+    ) -> tuple[Tensor, Tensor] | None:
+        """(out, lse) of a whole call on one device if there is nothing to merge, else None."""
+        ...
+
+    def alone_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Sequence[Tile],
+        saved: Saved,
+        call: Call,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(dq, dk, dv) likewise, if there is nothing to add up."""
+        ...
+
+
+def as_block(kernel: Kernel) -> BlockKernel | None:
+    """The kernel, if it is one that returns blocks."""
+    return cast(BlockKernel, kernel) if getattr(kernel, "blocks", False) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A kernel by name: `module` defines it as `KERNEL`; `hint` says how to get it."""
@@ -185,24 +225,38 @@ class Entry:
     hint: str
 
 
-# In the order in which `auto` tries them.
 _ENTRIES: dict[str, Entry] = {
-    name: Entry(f"{__package__}.{name}", hint)
-    for name, hint in {
-        "native": "this version does not contain it yet; it will use torch's own FlashAttention-2 "
-        "and cuDNN, and flash-attn 2, 3 and 4 where installed",
-        "cute": "this version does not contain it yet; it will need nvidia-cutlass-dsl",
-        "triton": "it comes with torch for NVIDIA and AMD GPUs, or `pip install triton`",
-        "reference": "comes with torch",
-    }.items()
+    name: Entry(f"{__package__}.{module}", hint)
+    for name, module, hint in (
+        ("fa4", "native.fa4", "`pip install flash-attn-4`"),
+        ("fa3", "native.fa3", "flash_attn_interface, built from FlashAttention's folder hopper"),
+        ("cudnn", "native.cudnn", "comes with torch for NVIDIA GPUs"),
+        ("flash_attn", "native.flash_attn2", "`pip install flash-attn --no-build-isolation`"),
+        ("fa2", "native.fa2", "comes with torch for NVIDIA GPUs"),
+        (
+            "cute",
+            "cute",
+            "this version does not contain it yet; it will need nvidia-cutlass-dsl",
+        ),
+        (
+            "triton",
+            "triton",
+            "it comes with torch for NVIDIA and AMD GPUs, or `pip install triton`",
+        ),
+        ("reference", "reference", "comes with torch"),
+    )
 }
 
+NATIVE = "native"  # the fastest of the libraries that can do a call
+LIBRARIES = ("fa4", "fa3", "cudnn", "flash_attn", "fa2")
 AUTO = "auto"
 _registered: list[str] = []
 
 
 def register_kernel(name: str, module: str, hint: str = "") -> None:
     """Make the object `KERNEL` of `module` available as `name`; `auto` tries it first."""
+    if name in (AUTO, NATIVE):
+        raise ValueError(f"a kernel cannot be called {name!r}: that means a choice among others")
     entries = {name: Entry(module, hint), **{n: e for n, e in _ENTRIES.items() if n != name}}
     _ENTRIES.clear()
     _ENTRIES.update(entries)
@@ -216,14 +270,40 @@ def registrations() -> int:
 
 
 def kernel_names() -> tuple[str, ...]:
-    """All kernels, in the order in which `auto` tries them."""
+    """All kernels; those that were registered last come first."""
     return tuple(_ENTRIES)
 
 
 def check_kernel(name: str) -> None:
     """ValueError that lists the choices if there is no kernel `name`."""
-    if name != AUTO and name not in _ENTRIES:
-        raise ValueError(f"unknown kernel {name!r}; choose one of {AUTO}, {', '.join(_ENTRIES)}")
+    choices = (AUTO, NATIVE, *_ENTRIES)
+    if name not in choices:
+        raise ValueError(f"unknown kernel {name!r}; choose one of {', '.join(choices)}")
+
+
+def candidates(name: str, call: Call) -> tuple[str, ...]:
+    """The kernels that `name` may mean for a call, in the order in which they are tried."""
+    if name not in (AUTO, NATIVE):
+        return (name,)
+    order = [each for each in _order(call) if each in _ENTRIES]
+    if name == NATIVE:
+        return tuple(each for each in order if each in LIBRARIES)
+    return (*(each for each in _ENTRIES if each not in order), *order)
+
+
+def _order(call: Call) -> tuple[str, ...]:
+    """Fastest first. Measured on Hopper (results/README.md); elsewhere what is expected of them."""
+    last = ("cute", "reference")
+    generation = 0
+    if call.device.type == "cuda" and torch.version.hip is None:
+        generation = torch.cuda.get_device_capability(call.device)[0]
+    if generation == 9 and max(call.headdim, call.headdim_v) <= 64:
+        return ("fa4", "fa3", "triton", "cudnn", "flash_attn", "fa2", *last)
+    if generation in (9, 10):
+        return ("fa4", "fa3", "cudnn", "triton", "flash_attn", "fa2", *last)
+    if generation:
+        return ("flash_attn", "fa2", "triton", "cudnn", "fa3", "fa4", *last)
+    return ("triton", *LIBRARIES, *last)
 
 
 @cache
@@ -235,6 +315,8 @@ def load_kernel(name: str) -> Kernel | str:
     except ModuleNotFoundError as missing:
         ours = missing.name == entry.module
         return entry.hint if ours else f"{missing.name} is not installed: {entry.hint}"
+    except (ImportError, OSError) as error:  # such as a flash-attn that was built for another torch
+        return f"it is installed but cannot be imported: {error}"
     return kernel
 
 
@@ -245,7 +327,10 @@ def why_not(name: str, call: Call) -> list[str]:
 
 
 def choose_kernel(name: str, call: Call) -> Kernel:
-    """The kernel `name`, or for `auto` the first that can do the call.
+    """The kernel `name`; for `auto` and `native` the first candidate that can do the call.
+
+    With the environment variable RFA_LOG=1, a line on stderr says what was chosen, and why not what
+    would have come before it, once for each kind of call.
 
     Raises:
         ValueError: there is no such kernel.
@@ -254,11 +339,29 @@ def choose_kernel(name: str, call: Call) -> Kernel:
     """
     check_kernel(name)
     reasons = {}
-    for candidate in kernel_names() if name == AUTO else (name,):
+    for candidate in candidates(name, call):
         kernel = load_kernel(candidate)
         reasons[candidate] = [kernel] if isinstance(kernel, str) else kernel.why_not(call)
         if not reasons[candidate]:
             assert not isinstance(kernel, str)
+            _log(name, candidate, reasons, call)
             return kernel
     lines = [f"{each}: {reason}" for each, why in reasons.items() for reason in why]
     raise NotImplementedError(f"kernel {name!r} cannot do this call:\n  " + "\n  ".join(lines))
+
+
+_logged: set[str] = set()
+
+
+def _log(name: str, chosen: str, reasons: dict[str, list[str]], call: Call) -> None:
+    if os.environ.get("RFA_LOG", "0") in ("", "0"):
+        return
+    kind = (
+        f"{str(call.dtype).removeprefix('torch.')}, heads {call.nheads}/{call.nheads_k}, headdim "
+        f"{call.headdim}/{call.headdim_v}, mask {call.mask.left}/{call.mask.right}, {call.device}"
+    )
+    line = f"ring_flash_attn: kernel {name} is {chosen} for {kind}"
+    line += "".join(f"; not {each}: {', '.join(why)}" for each, why in reasons.items() if why)
+    if line not in _logged:
+        _logged.add(line)
+        print(line, file=sys.stderr)

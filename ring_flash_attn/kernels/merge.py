@@ -1,11 +1,36 @@
-"""The fp32 merge: two softmax results over different keys become one over both."""
+"""The fp32 merge: two softmax results over different keys become one over both.
+
+For kernels that cannot go on from a state, and for states that meet. On a GPU it is one pass of one
+Triton kernel (`fused_merge.py`); elsewhere, and in fp64, plain torch.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from .base import State
+from .base import State, load_kernel
+
+FIRST, LAST, BLOCK = 1, 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Query rows start … end, and what a block means to them.
+
+    Attributes:
+        start, end: which rows of the state.
+        bits: FIRST: there is no state yet. LAST: the output is final after this. BLOCK: the block
+            has these rows; without it they only have to be started or finished.
+    """
+
+    start: int
+    end: int
+    bits: int
 
 
 def merge(state: State, out: Tensor, lse: Tensor) -> None:
@@ -18,8 +43,61 @@ def merge(state: State, out: Tensor, lse: Tensor) -> None:
         out: (batch, seqlen_q, nheads, headdim_v), the block's normalised output.
         lse: (batch, nheads, seqlen_q), natural logarithm.
     """
-    both = torch.logaddexp(state.lse, lse.to(state.lse.dtype))
+    merge_rows(state, out, lse, 0, _all_rows(out.shape[1]), sink=False)
+
+
+@cache
+def _all_rows(length: int) -> tuple[Rows, ...]:
+    return (Rows(0, length, BLOCK),)
+
+
+def merge_rows(
+    state: State, out: Tensor, lse: Tensor, offset: int, rows: Sequence[Rows], sink: bool
+) -> None:
+    """Merge a block into some rows of `state`, in place; write those that are final.
+
+    Args:
+        state: what the keys so far gave; nothing is read of rows marked FIRST but a sink.
+        out: (batch, rows of the block, nheads, headdim_v), normalised.
+        lse: (batch, nheads, rows of the block), natural logarithm; ±inf where no key was seen.
+        offset: row of the state at which the block begins.
+        rows: what to do with which rows; a plan hands out the same ones each time.
+        sink: whether `state.lse` of rows marked FIRST is that of a sink.
+    """
+    if _is_fused(state):
+        from .fused_merge import fused_merge
+
+        fused_merge(state, out, lse, offset, rows, sink)
+        return
+    for each in rows:
+        _merge_some(state, out, lse, offset, each, sink)
+
+
+def _is_fused(state: State) -> bool:
+    there = state.out.device.type == "cuda" and state.out.dtype is torch.float32
+    return there and not isinstance(load_kernel("triton"), str)
+
+
+def _merge_some(
+    state: State, out: Tensor, lse: Tensor, offset: int, rows: Rows, sink: bool
+) -> None:
+    at = slice(rows.start, rows.end)
+    ours, our_lse = state.out[:, at], state.lse[:, :, at]
+    if rows.bits & FIRST:
+        ours.zero_()
+        if not sink:
+            our_lse.fill_(-torch.inf)
+    if rows.bits & BLOCK:
+        there = slice(rows.start - offset, rows.end - offset)
+        _add(ours, our_lse, out[:, there], lse[:, :, there].to(our_lse.dtype))
+    if rows.bits & LAST and state.result is not None:
+        state.result[:, at] = ours.to(state.result.dtype)
+
+
+def _add(ours: Tensor, our_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    lse = torch.where(lse == torch.inf, -torch.inf, lse)
+    both = torch.logaddexp(our_lse, lse)
     finite = torch.where(both == -torch.inf, 0.0, both)  # −inf − 0 = −inf: weight 0, not NaN
-    ours, theirs = ((part - finite).exp().transpose(1, 2)[..., None] for part in (state.lse, lse))
-    state.out.mul_(ours).add_(out * theirs)
-    state.lse.copy_(both)
+    mine, theirs = ((part - finite).exp().transpose(1, 2)[..., None] for part in (our_lse, lse))
+    ours.mul_(mine).add_(torch.where(theirs > 0, out * theirs, 0.0))
+    our_lse.copy_(both)

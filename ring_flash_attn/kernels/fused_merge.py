@@ -1,0 +1,100 @@
+"""The merge as one Triton kernel: one pass over the state and the block, nothing in between."""
+
+# fmt: off
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .base import State
+from .merge import Rows
+
+_ROWS = 16  # of a program
+_KEPT = 512
+_bits: dict[tuple[int, torch.device], tuple[Sequence[Rows], Tensor]] = {}
+
+
+@triton.jit(do_not_specialize=["start", "end", "offset", "nheads"])
+def merge_kernel(
+    out_ptr, lse_ptr, result_ptr, block_ptr, block_lse_ptr, bits_ptr, start, end, offset, nheads,
+    dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head, b_batch, b_row,
+    b_head, m_batch, m_head, m_row,
+    ROWS: tl.constexpr, DV: tl.constexpr, SINK: tl.constexpr, RESULT: tl.constexpr,
+):
+    """Some rows of one head. Bits of a row: 1 there is no state yet, 2 it is final, 4 a block."""
+    pair = tl.program_id(1)
+    batch, head = (pair // nheads).to(tl.int64), pair % nheads
+    rows = start + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bits = tl.load(bits_ptr + rows, mask=rows < end, other=0)
+    touched, has_state, has_block = bits != 0, (bits != 0) & ((bits & 1) == 0), (bits & 4) != 0
+    here, there = rows.to(tl.int64), (rows - offset).to(tl.int64)
+
+    # Weights of the two sides: exp(lse − lse of both). A side that saw no key has none.
+    lse_ptrs = lse_ptr + batch * l_batch + head * l_head + here * l_row
+    ours = tl.load(lse_ptrs, mask=touched if SINK else has_state, other=float("-inf"))
+    block_lse_ptrs = block_lse_ptr + batch * m_batch + head * m_head + there * m_row
+    theirs = tl.load(block_lse_ptrs, mask=has_block, other=float("-inf"))
+    theirs = tl.where(theirs == float("inf"), float("-inf"), theirs)
+    m = tl.maximum(ours, theirs)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    our_weight, their_weight = tl.exp(ours - m), tl.exp(theirs - m)
+    total = our_weight + their_weight
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(lse_ptrs, tl.where(total > 0, m + tl.log(safe), float("-inf")), mask=touched)
+
+    columns = tl.arange(0, DV)
+    inside = columns[None, :] < dv
+    out_ptrs = out_ptr + batch * o_batch + head * o_head
+    out_ptrs += here[:, None] * o_row + columns[None, :]
+    block_ptrs = block_ptr + batch * b_batch + head * b_head
+    block_ptrs += there[:, None] * b_row + columns[None, :]
+    out = tl.load(out_ptrs, mask=has_state[:, None] & inside, other=0.0)
+    block = tl.load(block_ptrs, mask=(their_weight > 0)[:, None] & inside, other=0.0)
+    out = out * (our_weight / safe)[:, None] + block.to(tl.float32) * (their_weight / safe)[:, None]
+    is_final = (bits & 2) != 0
+    if RESULT:
+        result_ptrs = result_ptr + batch * r_batch + head * r_head
+        result_ptrs += here[:, None] * r_row + columns[None, :]
+        tl.store(
+            result_ptrs, out.to(result_ptr.dtype.element_ty), mask=is_final[:, None] & inside
+        )
+        touched = touched & ~is_final
+    tl.store(out_ptrs, out, mask=touched[:, None] & inside)
+
+
+def fused_merge(
+    state: State, out: Tensor, lse: Tensor, offset: int, rows: Sequence[Rows], sink: bool
+) -> None:
+    """See `merge_rows`."""
+    if not rows or state.out.numel() == 0:
+        return
+    batch, _, nheads, dv = state.out.shape
+    start, end = min(each.start for each in rows), max(each.end for each in rows)
+    result = state.out if state.result is None else state.result
+    assert all(x.stride(-1) == 1 for x in (state.out, result, out)), "rows of numbers side by side"
+    with torch.cuda.device_of(out):
+        merge_kernel[triton.cdiv(end - start, _ROWS), batch * nheads](
+            state.out, state.lse, result, out, lse, _bits_of(rows, end, out.device), start, end,
+            offset, nheads, dv, *state.out.stride()[:3], *state.lse.stride(), *result.stride()[:3],
+            *out.stride()[:3], *lse.stride(), ROWS=_ROWS, DV=triton.next_power_of_2(dv), SINK=sink,
+            RESULT=state.result is not None,
+        )
+
+
+def _bits_of(rows: Sequence[Rows], end: int, device: torch.device) -> Tensor:
+    """(end,) int32: the bits of each row; plans hand out the same rows each time."""
+    key = id(rows), device
+    found = _bits.get(key)
+    if found is None:
+        bits = torch.zeros(end, dtype=torch.int32)
+        for each in rows:
+            bits[each.start : each.end] = each.bits
+        if len(_bits) >= _KEPT:
+            _bits.pop(next(iter(_bits)), None)
+        found = _bits[key] = rows, bits.to(device)  # keeps the rows, and so their id, alive
+    return found[1]

@@ -1,0 +1,263 @@
+"""What all libraries share: a kernel that lowers tiles to library calls and merges their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...tiles import Tile
+from ..base import Call, Grads, Saved, State
+from ..merge import BLOCK, FIRST, LAST, merge_rows
+from .lowering import LibraryCall, lower
+
+_KEPT = 512  # lowered launches
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a library is told of a call, besides the tensors.
+
+    Attributes:
+        window: keys seen left and right of the diagonal that ends in the last corner; −1: all.
+        cu_seqlens_q, cu_seqlens_k: (blocks + 1,) int32 on the device; None for a single block.
+        max_seqlen_q, max_seqlen_k: rows of the longest block.
+    """
+
+    window: tuple[int, int]
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def causal(self) -> bool:
+        """Everything up to the diagonal."""
+        return self.window == (-1, 0)
+
+    def packed(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """As libraries want them: without a batch dimension where there are cu_seqlens."""
+        return tensors if self.cu_seqlens_q is None else tuple(tensor[0] for tensor in tensors)
+
+    def unpacked(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The way back."""
+        return tensors if self.cu_seqlens_q is None else tuple(tensor[None] for tensor in tensors)
+
+    def for_gradients(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Where gradients of these go; 0 where there are rows that the library may skip."""
+        make = torch.empty if self.cu_seqlens_q is None else torch.zeros
+        return tuple(make(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+
+
+class Library(Protocol):
+    """A library of attention kernels.
+
+    Tensors are (batch, rows, nheads, headdim), with batch 1 where there are cu_seqlens; rows that
+    only one of the two sides has come out as they please, gradients of them as 0.
+    """
+
+    name: str
+    packs: bool  # takes several blocks at once
+    square: bool  # its causal form wants as many keys as queries
+
+    def why_not(self, call: Call) -> list[str]:
+        """Every reason why it cannot do this call; empty if it can."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, call: Call
+    ) -> tuple[Tensor, Tensor]:
+        """out, like q, and lse (batch, nheads, rows)."""
+        ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        call: Call,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv in the dtype of q, from out and lse of the whole softmax."""
+        ...
+
+
+class LibraryKernel:
+    """A library as a `BlockKernel`."""
+
+    blocks = True
+
+    def __init__(self, library: Library) -> None:
+        self.name, self._library = library.name, library
+        self._launches: dict[tuple[object, ...], tuple[Sequence[Tile], _Launch]] = {}
+
+    def why_not(self, call: Call) -> list[str]:
+        """Every reason why it cannot do this call; empty if it can."""
+        return self._library.why_not(call)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
+    ) -> None:
+        """Advance `state` by the keys of `tiles`."""
+        for lowered, block in self._launch(tiles, q):
+            rows, columns = slice(*lowered.query_rows), slice(*lowered.key_rows)
+            out, lse = self._library.forward(q[:, rows], k[:, columns], v[:, columns], block, call)
+            merge_rows(state, out, lse, rows.start, lowered.rows, call.sink)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Sequence[Tile],
+        saved: Saved,
+        grads: Grads,
+        call: Call,
+    ) -> None:
+        """Add the gradients that `tiles` contribute to `grads`."""
+        for lowered, block in self._launch(tiles, q):
+            rows, columns = slice(*lowered.query_rows), slice(*lowered.key_rows)
+            dq, dk, dv = self._gradients(dout, q, k, v, saved, lowered, block, call)
+            grads.dq[:, rows] += dq
+            grads.dk[:, columns] += dk
+            grads.dv[:, columns] += dv
+
+    def alone(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], call: Call
+    ) -> tuple[Tensor, Tensor] | None:
+        """(out, lse) of a whole call on one device if there is nothing to merge, else None."""
+        launch = self._launch(tiles, q)
+        if len(launch) > 1 or not _is_whole(launch[0][0], q.shape[1]):
+            return None
+        lowered, block = launch[0]
+        columns = slice(*lowered.key_rows)
+        return self._library.forward(q, k[:, columns], v[:, columns], block, call)
+
+    def alone_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Sequence[Tile],
+        saved: Saved,
+        call: Call,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(dq, dk, dv) likewise, if there is nothing to add up."""
+        launch = self._launch(tiles, q)
+        if len(launch) > 1:
+            return None
+        lowered, block = launch[0]
+        if lowered.query_rows != (0, q.shape[1]) or lowered.key_rows != (0, k.shape[1]):
+            return None
+        return self._gradients(dout, q, k, v, saved, lowered, block, call)
+
+    def _gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        saved: Saved,
+        lowered: LibraryCall,
+        block: Block,
+        call: Call,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert saved.out is not None, "the kernel asks for it"
+        rows, columns = slice(*lowered.query_rows), slice(*lowered.key_rows)
+        dout, q, out = (x[:, rows] for x in (dout, q, saved.out))
+        k, v = k[:, columns], v[:, columns]
+        lse = saved.lse[:, :, rows].contiguous()
+        return self._library.backward(dout, q, k, v, out, lse, block, call)
+
+    def _launch(self, tiles: Sequence[Tile], q: Tensor) -> _Launch:
+        """The calls of a launch; plans hand out the same tiles each time."""
+        key = id(tiles), q.device, q.shape[0] == 1
+        found = self._launches.get(key)
+        if found is None:
+            # The packed form has no batch: its rows would have to lie behind each other.
+            calls = lower(tiles, self._library.packs and q.shape[0] == 1, self._library.square)
+            launch = [(call, _block(call, q.device)) for call in calls]
+            if len(self._launches) >= _KEPT:
+                self._launches.pop(next(iter(self._launches)), None)
+            found = self._launches[key] = tiles, launch  # keeps the tiles, so their id, alive
+        return found[1]
+
+
+_Launch = list[tuple[LibraryCall, Block]]
+
+
+def _is_whole(call: LibraryCall, length: int) -> bool:
+    """Whether a call's result is the final one for all rows."""
+    (first, *more) = call.rows
+    return not more and (first.start, first.end, first.bits) == (0, length, FIRST | LAST | BLOCK)
+
+
+def _block(call: LibraryCall, device: torch.device) -> Block:
+    longest_q = max(rect.q_end - rect.q for rect in call.rects)
+    longest_k = max(rect.k_end - rect.k for rect in call.rects)
+    if len(call.rects) == 1:
+        return Block(call.window, None, None, longest_q, longest_k)
+    cu_q, cu_k = _offsets(call)
+    cu_seqlens_q, cu_seqlens_k = (
+        torch.tensor(offsets, dtype=torch.int32, device=device) for offsets in (cu_q, cu_k)
+    )
+    gap_q, gap_k = (max(b - a for a, b in pairwise(offsets)) for offsets in (cu_q, cu_k))
+    return Block(call.window, cu_seqlens_q, cu_seqlens_k, gap_q, gap_k)
+
+
+def _offsets(call: LibraryCall) -> tuple[list[int], list[int]]:
+    """cu_seqlens; what lies between two blocks becomes one of queries or of keys alone."""
+    (q, _), (k, _) = call.query_rows, call.key_rows
+    cu_q, cu_k = [0], [0]
+    for rect in call.rects:
+        for start_q, start_k in ((rect.q - q, cu_k[-1]), (rect.q - q, rect.k - k)):
+            if (start_q, start_k) != (cu_q[-1], cu_k[-1]):
+                cu_q.append(start_q)
+                cu_k.append(start_k)
+        cu_q.append(rect.q_end - q)
+        cu_k.append(rect.k_end - k)
+    return cu_q, cu_k
+
+
+def reasons(
+    call: Call, softcap: bool = False, window: bool = True, deterministic: bool = False
+) -> list[str]:
+    """Why a library of half-precision kernels for NVIDIA GPUs cannot do a call.
+
+    Args:
+        call: the call.
+        softcap: whether it has a softcap.
+        window: whether it has sliding windows.
+        deterministic: whether its gradients can be made to repeat.
+    """
+    found = []
+    if call.device.type != "cuda" or torch.version.hip is not None:
+        found.append(f"it needs an NVIDIA GPU, not {call.device}")
+    elif torch.cuda.get_device_capability(call.device)[0] < 8:
+        found.append("it needs an Ampere GPU or a later one")
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        found.append(f"it computes in fp16 and bf16, not {call.dtype}")
+    if call.headdim != call.headdim_v:
+        found.append(f"headdim {call.headdim} of q and k differs from {call.headdim_v} of v")
+    if call.headdim % 8 or call.headdim > 256:
+        found.append(f"headdim {call.headdim} is not a multiple of 8 up to 256")
+    if call.softcap and not softcap:
+        found.append("it has no softcap")
+    if not window and (call.mask.left is not None or call.mask.right not in (None, 0)):
+        found.append("it has no sliding windows")
+    if call.alibi_slopes is not None:
+        found.append("its ALiBi counts from the end of a block, not from the token's position")
+    if call.dropout_p:
+        found.append("its dropout draws other entries than ours, and others for each rank")
+    if call.deterministic and not deterministic:
+        found.append("its gradients do not repeat bit by bit")
+    return found

@@ -1,0 +1,405 @@
+"""Native kernels: the lowering of tiles, the merge, the wrappers, and the order of `auto`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_library import PlainLibrary, flash_attn_2, flash_attn_3, flash_attn_4
+from strategies import problems
+
+import ring_flash_attn as rfa
+from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.kernels import base
+from ring_flash_attn.kernels.base import Call, State
+from ring_flash_attn.kernels.merge import BLOCK, FIRST, LAST, Rows, merge_rows
+from ring_flash_attn.kernels.native import blocks
+from ring_flash_attn.kernels.native.lowering import LibraryCall, Rect, lower
+from ring_flash_attn.layout import get_layout, layout_names
+from ring_flash_attn.plan import Problem, make_plan, route_names
+from ring_flash_attn.tiles import Mask, Tile
+
+# The lowering.
+
+
+def pairs_of(rect: Rect, window: tuple[int, int]) -> list[tuple[int, int]]:
+    """What a library computes, told nothing but the window; every row must see a key."""
+    left, right = window
+    rows, columns = rect.q_end - rect.q, rect.k_end - rect.k
+    found = []
+    for i in range(rows):
+        diagonal = i + columns - rows
+        seen = [
+            j
+            for j in range(columns)
+            if (left < 0 or j >= diagonal - left) and (right < 0 or j <= diagonal + right)
+        ]
+        assert seen
+        found += [(rect.q + i, rect.k + j) for j in seen]
+    return found
+
+
+def check_rows(tiles: tuple[Tile, ...], calls: tuple[LibraryCall, ...]) -> None:
+    """Each row is started once, in its first call, and finished once, in its last."""
+    bits: dict[int, list[tuple[int, int]]] = {}
+    for number, call in enumerate(calls):
+        for rows in call.rows:
+            for row in range(rows.start, rows.end):
+                bits.setdefault(row, []).append((number, rows.bits))
+    for tile in tiles:
+        for row in range(tile.query.start, tile.query.start + tile.query.length):
+            mine = bits.get(row, [])
+            having = [n for n, c in enumerate(calls) if any(r.q <= row < r.q_end for r in c.rects)]
+            assert [number for number, each in mine if each & BLOCK] == having
+            assert [bool(each & FIRST) for _, each in mine[:1]] == [tile.first] * bool(mine)
+            assert [bool(each & LAST) for _, each in mine[-1:]] == [tile.last] * bool(mine)
+            assert sum(bool(each & FIRST) for _, each in mine) == tile.first
+            assert sum(bool(each & LAST) for _, each in mine) == tile.last
+
+
+@pytest.mark.parametrize("route", route_names())
+@pytest.mark.parametrize("layout", layout_names())
+@given(data=st.data(), packs=st.booleans(), square=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_calls_compute_the_tiles(
+    layout: str, route: str, data: st.DataObject, packs: bool, square: bool
+) -> None:
+    problem = data.draw(problems(layout))
+    rank = data.draw(st.integers(0, problem.world_size - 1))
+    for work in (w for step in make_plan(route, problem, rank).steps for w in step.work):
+        calls = lower(work.tiles, packs, square)
+        found = [pair for c in calls for r in c.rects for pair in pairs_of(r, c.window)]
+        expected = {
+            (tile.query.start + i, tile.key.start + j)
+            for tile in work.tiles
+            for i, j in product(range(tile.query.length), range(tile.key.length))
+            if tile.low <= j - i <= tile.high
+        }
+        assert len(found) == len(expected)
+        assert set(found) == expected
+        for call in calls:
+            for one, next_one in zip(call.rects, call.rects[1:], strict=False):
+                assert packs
+                assert one.q_end <= next_one.q
+                assert one.k_end <= next_one.k
+            assert not square or call.window != (-1, 0) or _is_square(call.rects[0])
+        check_rows(work.tiles, calls)
+
+
+def _is_square(rect: Rect) -> bool:
+    return rect.q_end - rect.q == rect.k_end - rect.k
+
+
+@pytest.mark.parametrize("lengths", [(64,), (31, 32, 16)], ids=["one", "three"])
+@pytest.mark.parametrize("rank", range(8))
+def test_a_zigzag_step_is_one_call(rank: int, lengths: tuple[int, ...]) -> None:
+    whole = tuple(8 * length for length in lengths)
+    problem = Problem(get_layout("zigzag"), whole, whole, 8, Mask(right=0))
+    for step in make_plan("ring", problem, rank).steps:
+        for work in step.work:
+            assert len(lower(work.tiles, packs=True, square=False)) == 1
+
+
+# The kernel around a library, with one in plain torch.
+
+
+LIBRARIES = [PlainLibrary(packs, square) for packs in (False, True) for square in (False, True)]
+RULES = [
+    Rules(),
+    Rules(causal=True),
+    Rules(causal=True, window_size=(7, -1)),
+    Rules(window_size=(5, 3)),
+    Rules(causal=True, sink=torch.tensor([0.3, -1.0, 2.0, -torch.inf]).double()),
+]
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(base, "_ENTRIES", dict(base._ENTRIES))
+    for library in LIBRARIES:
+        module = types.ModuleType(f"{library.name}_kernel")
+        module.KERNEL = blocks.LibraryKernel(library)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        base.register_kernel(library.name, module.__name__)
+    yield
+    base.load_kernel.cache_clear()
+
+
+def inputs_of(cu_seqlens: list[int] | None) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    outer = (2, 29) if cu_seqlens is None else (cu_seqlens[-1],)
+    return [
+        torch.randn(*outer, heads, 8, dtype=torch.float64, generator=generator)
+        for heads in (4, 2, 2, 4)
+    ]
+
+
+def check(kernel: str, layout: str, route: str, rules: Rules, cu_seqlens: list[int] | None) -> None:
+    """Out, lse and gradients, of three virtual ranks, to fp64's precision."""
+    q, k, v, dout = inputs_of(cu_seqlens)
+    options = {"causal": rules.causal, "window_size": rules.window_size}
+    results = []
+    for ours in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        sink = None if rules.sink is None else rules.sink.clone().requires_grad_()
+        if ours:
+            out, lse, _ = rfa.virtual_ring_attention(
+                *leaves,
+                world_size=3,
+                layout=layout,
+                route=route,
+                kernel=kernel,
+                cu_seqlens=cu_seqlens,
+                sink=sink,
+                return_attn_probs=True,
+                **options,
+            )
+        else:
+            out, lse = oracle(*leaves, Rules(sink=sink, **options), cu_seqlens, cu_seqlens)
+        leaves += [] if sink is None else [sink]
+        results.append([out, lse, *torch.autograd.grad(out, leaves, dout)])
+    for ours_one, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours_one, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize("layout", layout_names())
+@pytest.mark.usefixtures("plain")
+def test_blocks_are_merged(layout: str, library: PlainLibrary) -> None:
+    for number, (route, rules) in enumerate(product(route_names(), RULES)):
+        cu_seqlens = [None, [0, 11, 11, 30, 31, 37]][number % 2]
+        check(library.name, layout, route, rules, cu_seqlens)
+
+
+@pytest.mark.usefixtures("plain")
+def test_one_device_takes_the_librarys_own_result() -> None:
+    """Nothing is merged, and the library is called once."""
+    library = LIBRARIES[2]
+    for cu_seqlens in (None, [0, 11, 30, 37]):
+        q, k, v, dout = inputs_of(cu_seqlens)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = [x.clone().requires_grad_() for x in (q, k, v)]
+        library.calls.clear()
+        if cu_seqlens is None:
+            out = rfa.flash_attn_func(*leaves, causal=True, kernel=library.name)
+        else:
+            cu = torch.tensor(cu_seqlens, dtype=torch.int32)
+            out = rfa.flash_attn_varlen_func(
+                *leaves, cu, cu, 19, 19, causal=True, kernel=library.name
+            )
+        assert len(library.calls) == 1
+        want, _ = oracle(*expected, Rules(causal=True), cu_seqlens, cu_seqlens)
+        torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+        grads = torch.autograd.grad(out, leaves, dout)
+        for ours, theirs in zip(grads, torch.autograd.grad(want, expected, dout), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("plain")
+def test_the_gradient_of_lse_is_refused() -> None:
+    q, k, v, _ = inputs_of(None)
+    q.requires_grad_()
+    _, lse, _ = rfa.flash_attn_func(q, k, v, return_attn_probs=True, kernel=LIBRARIES[0].name)
+    with pytest.raises(NotImplementedError, match="cannot differentiate through lse"):
+        lse.sum().backward()
+
+
+# The wrappers, with functions that have the real ones' arguments.
+
+
+def wrapper(
+    monkeypatch: pytest.MonkeyPatch, file: str, parents: list[str], name: str, fake: Any
+) -> Any:
+    """The wrapper's kernel, imported afresh on top of a fake library."""
+    for parent in parents:
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    module = types.ModuleType(name)
+    vars(module).update(vars(fake))
+    monkeypatch.setitem(sys.modules, name, module)
+    if parents:
+        monkeypatch.setattr(sys.modules[parents[-1]], name.rsplit(".", 1)[1], module, raising=False)
+    ours = f"ring_flash_attn.kernels.native.{file}"
+    sys.modules.pop(ours, None)
+    loaded = importlib.import_module(ours)
+    del sys.modules[ours]
+    monkeypatch.setattr(blocks, "reasons", lambda *args, **kwargs: [])
+    return loaded.KERNEL
+
+
+WRAPPERS = {
+    "flash_attn": ("flash_attn2", ["flash_attn"], "flash_attn.flash_attn_interface", flash_attn_2),
+    "fa3": ("fa3", [], "flash_attn_interface", flash_attn_3),
+    "fa4": ("fa4", ["flash_attn", "flash_attn.cute"], "flash_attn.cute.interface", flash_attn_4),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_pass_the_right_arguments(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    file, parents, module, fake = WRAPPERS[name]
+    kernel = wrapper(monkeypatch, file, parents, module, fake())
+    assert kernel.name == name
+    monkeypatch.setattr(base, "_ENTRIES", dict(base._ENTRIES))
+    ours = types.ModuleType("wrapped_kernel")
+    ours.KERNEL = types.SimpleNamespace(  # type: ignore[attr-defined]
+        name=name,
+        blocks=True,
+        why_not=lambda call: [],
+        **{m: getattr(kernel, m) for m in ("forward", "backward", "alone", "alone_backward")},
+    )
+    monkeypatch.setitem(sys.modules, "wrapped_kernel", ours)
+    base.register_kernel("wrapped", "wrapped_kernel")
+    try:
+        for rules, cu in product(RULES[1:4], (None, [0, 11, 11, 30, 31, 37])):
+            check("wrapped", "zigzag", "ring", rules, cu)
+    finally:
+        base.load_kernel.cache_clear()
+
+
+# The merge.
+
+
+def test_the_merge_of_rows() -> None:
+    """Empty sides, rows that are started or finished only, a sink, an infinite lse."""
+    generator = torch.Generator().manual_seed(0)
+    out, block = torch.randn(2, 2, 10, 3, 4, dtype=torch.float64, generator=generator)
+    lse, block_lse = torch.randn(2, 2, 3, 10, dtype=torch.float64, generator=generator)
+    block_lse[..., 1], block[:, 1] = torch.inf, torch.nan
+    block_lse[..., 2], lse[..., 2] = -torch.inf, -torch.inf
+    out[:, 2] = 0
+    rows = (
+        Rows(0, 3, BLOCK),
+        Rows(3, 5, FIRST | BLOCK),
+        Rows(5, 6, FIRST),
+        Rows(6, 8, BLOCK | LAST),
+        Rows(8, 9, LAST),
+    )
+    state = State(out.clone(), lse.clone(), torch.full_like(out, torch.nan))
+    merge_rows(state, block, block_lse, 0, rows, sink=False)
+    p, r = lse.exp(), torch.where(block_lse == torch.inf, 0.0, block_lse.exp())
+    weights = ((x / (p + r)).transpose(1, 2)[..., None] for x in (p, r))
+    both = sum(w * torch.nan_to_num(x) for w, x in zip(weights, (out, block), strict=True))
+    both, both_lse = torch.nan_to_num(both), (p + r).log()
+    assert state.result is not None
+    torch.testing.assert_close(state.out[:, :3], both[:, :3])
+    torch.testing.assert_close(state.lse[..., :3], both_lse[..., :3])
+    torch.testing.assert_close(state.out[:, 3:5], block[:, 3:5])
+    torch.testing.assert_close(state.lse[..., 3:5], block_lse[..., 3:5])
+    assert not state.out[:, 5].any()
+    assert (state.lse[..., 5] == -torch.inf).all()
+    torch.testing.assert_close(state.result[:, 6:8], both[:, 6:8])
+    torch.testing.assert_close(state.result[:, 8], out[:, 8])
+    assert state.result[:, :6].isnan().all()
+    torch.testing.assert_close(state.out[:, 9], out[:, 9])
+
+
+# Which kernel `auto` and `native` mean.
+
+
+def call_on(generation: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Call:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (generation, 0))
+    fixed = {"headdim": 128, "headdim_v": 128, "dtype": torch.bfloat16, "mask": Mask(right=0)}
+    return Call(
+        device=torch.device("cuda", 0),
+        nheads=4,
+        nheads_k=2,
+        softmax_scale=0.1,
+        **{**fixed, **options},
+    )
+
+
+@pytest.mark.parametrize(
+    ("generation", "headdim", "first"),
+    [
+        (9, 128, ("fa4", "fa3", "cudnn", "triton")),
+        (9, 64, ("fa4", "fa3", "triton", "cudnn")),
+        (10, 128, ("fa4", "fa3", "cudnn", "triton")),
+        (8, 128, ("flash_attn", "fa2", "triton", "cudnn")),
+    ],
+)
+def test_the_order_of_auto(
+    monkeypatch: pytest.MonkeyPatch, generation: int, headdim: int, first: tuple[str, ...]
+) -> None:
+    call = call_on(generation, monkeypatch, headdim=headdim, headdim_v=headdim)
+    order = base.candidates("auto", call)
+    assert order[: len(first)] == first
+    assert sorted(order) == sorted(base.kernel_names())
+    native = base.candidates("native", call)
+    assert native == tuple(name for name in order if name in base.LIBRARIES)
+
+
+REFUSED = {
+    "float32": {"dtype": torch.float32},
+    "headdim 60": {"headdim": 60, "headdim_v": 60},
+    "differs": {"headdim_v": 64},
+    "softcap": {"softcap": 5.0},
+    "ALiBi": {"alibi_slopes": torch.ones(4)},
+    "dropout": {"dropout_p": 0.1},
+    "repeat bit by bit": {"deterministic": True},
+    "sliding windows": {"mask": Mask(5, 0)},
+    "packed documents": {"packed": True},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_cudnn_says_why_not(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    assert base.why_not("cudnn", call_on(9, monkeypatch)) == []
+    (why,) = base.why_not("cudnn", call_on(9, monkeypatch, **REFUSED[reason]))
+    assert reason in why
+    can = reason in ("sliding windows", "packed documents")
+    assert (base.why_not("fa2", call_on(9, monkeypatch, **REFUSED[reason])) == []) is can
+
+
+def test_native_lists_the_reasons_of_all_libraries() -> None:
+    x = torch.randn(1, 4, 2, 8)
+    with pytest.raises(NotImplementedError) as raised:
+        rfa.native_flash_attn_func(x, x, x)
+    for name in base.LIBRARIES:
+        assert f"  {name}: " in str(raised.value)
+    assert "triton: " not in str(raised.value)
+
+
+def test_the_choice_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RFA_LOG", "1")
+    monkeypatch.setattr(base, "_logged", set())
+    monkeypatch.setattr("ring_flash_attn.entry._ready", {})
+    x = torch.randn(1, 4, 2, 8)
+    for _ in range(2):
+        rfa.flash_attn_func(x, x, x, causal=True)
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("ring_flash_attn: kernel auto is reference for float32, heads 2/2")
+    assert "not cudnn: it needs an NVIDIA GPU, not cpu" in line
+
+
+def test_a_broken_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A flash-attn that was built for another torch must not take `auto` down."""
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    base.load_kernel.cache_clear()
+    try:
+        why = base.load_kernel("flash_attn")
+        assert why == "it is installed but cannot be imported: undefined symbol: _ZN3c104cuda"
+        x = torch.randn(1, 4, 2, 8)
+        rfa.flash_attn_func(x, x, x)
+    finally:
+        base.load_kernel.cache_clear()
+
+
+def test_a_kernel_cannot_have_the_name_of_a_choice() -> None:
+    for name in ("auto", "native"):
+        with pytest.raises(ValueError, match="means a choice among others"):
+            base.register_kernel(name, "anything")
