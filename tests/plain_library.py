@@ -113,7 +113,9 @@ class PlainLibrary:
         if self.square and block.causal and block.cu_seqlens_q is None:
             assert q.shape[1] == k.shape[1]
         left, right = block.window
-        assert left >= 0 or right <= 0, "full, causal, or a window"
+        assert right <= 0, "what FlashAttention-2 gets wrong"
+        if left >= 0 and right < 0 and block.cu_seqlens_q is None:
+            assert q.shape[1] <= k.shape[1], "likewise"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, call: Call) -> Any:
         self._check(q, k, block)

@@ -91,12 +91,13 @@ def test_calls_compute_the_tiles(
                 assert packs
                 assert one.q_end <= next_one.q
                 assert one.k_end <= next_one.k
-            assert not square or call.window != (-1, 0) or _is_square(call.rects[0])
+            left, right = call.window
+            assert right <= 0
+            for rect in call.rects:
+                rows, columns = rect.q_end - rect.q, rect.k_end - rect.k
+                assert rows <= columns or (left, right) == (-1, -1)
+                assert not square or (left, right) != (-1, 0) or rows == columns
         check_rows(work.tiles, calls)
-
-
-def _is_square(rect: Rect) -> bool:
-    return rect.q_end - rect.q == rect.k_end - rect.k
 
 
 @pytest.mark.parametrize("lengths", [(64,), (31, 32, 16)], ids=["one", "three"])

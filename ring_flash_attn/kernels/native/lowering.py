@@ -77,7 +77,7 @@ def lower(tiles: Sequence[Tile], packs: bool, square: bool) -> tuple[LibraryCall
         packs: the library takes several blocks at once.
         square: its causal form wants as many keys as queries.
     """
-    rects = [part for rect in _joined(tiles) for part in _without_right_edge(_trimmed(rect))]
+    rects = [part for rect in _joined(tiles) for part in _with_plain_edges(_trimmed(rect))]
     if square:
         rects = [part for rect in rects for part in _squared(rect)]
     groups = _packed(sorted(rects, key=lambda rect: (rect.q, rect.k)), packs)
@@ -148,13 +148,26 @@ def _trimmed(rect: Rect) -> Rect:
     return Rect(q, q_end, k, k_end, rect.low, rect.high)
 
 
-def _without_right_edge(rect: Rect) -> list[Rect]:
-    """A causal part and the rows below it that see every key, rather than a window to the right."""
-    left, right = rect.window
-    if left >= 0 or right <= 0:
-        return [rect]
-    below = rect.k_end - rect.high  # the first row after the diagonal has met the last key
-    return [replace(rect, q_end=below), replace(rect, q=below)]
+def _with_plain_edges(rect: Rect) -> list[Rect]:
+    """Parts whose right edge is the diagonal or none, and without an idle left edge.
+
+    FlashAttention-2 takes a window to the right for none where it is longer than the keys, and none
+    for one of that length. With more queries than keys that is wrong, so it never gets to see one:
+    rows below the diagonal's end, which see the last key, come apart from those above it; and of
+    these rows those that see every key from those that do not.
+    """
+    parts = [rect]
+    if rect.window[1] > 0:
+        below = rect.k_end - rect.high  # the first row after the diagonal has met the last key
+        parts = [replace(rect, q_end=below), replace(rect, q=below)]
+    found = []
+    for part in map(_trimmed, parts):
+        above = part.k - part.low + 1  # the first row that does not see the first key
+        if part.window[0] >= 0 and part.window[1] < 0 and above > part.q:
+            found += [replace(part, q_end=above), _trimmed(replace(part, q=above))]
+        else:
+            found.append(part)
+    return found
 
 
 def _squared(rect: Rect) -> list[Rect]:
