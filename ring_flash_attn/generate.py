@@ -283,7 +283,7 @@ def _doc(
     common = signatures.COMMON.format(
         lse=lse,
         group="group: process group; the default one if None.\n" if "group" in names else "",
-        kernel="" if prefix else 'kernel: "auto", "reference", "native", "triton" or "cute".',
+        kernel="" if prefix else 'kernel: "auto", "native", "triton", "reference", or a library.',
     ).strip()
     note = family.note + (f" Always uses the kernel {prefix!r}." if prefix else "")
     text = inspect.cleandoc(family.signature.__doc__ or "")

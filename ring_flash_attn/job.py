@@ -85,6 +85,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: AnyProblem) -
         sink=opts.sink is not None,
         deterministic=bool(opts.deterministic),
         packed=not isinstance(problem, Problem) or len(problem.lengths_q) > 1,
+        with_lse=bool(opts.return_attn_probs),
     )
 
 

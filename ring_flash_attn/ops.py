@@ -20,7 +20,7 @@ from .job import Output, draw_seed
 _REST = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
     "Tensor? alibi_slopes, Tensor? sink, Tensor? seed, float dropout_p, float? softmax_scale, "
-    "bool causal, int left, int right, float softcap, bool deterministic, str kernel"
+    "bool causal, int left, int right, float softcap, bool deterministic, bool with_lse, str kernel"
 )
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)"
 _BACKWARD = (
@@ -91,6 +91,7 @@ def traced(
         right,
         softcap or 0.0,
         bool(deterministic),
+        bool(return_attn_probs),
         kernel,
     )
     return (out, lse, None) if return_attn_probs else out
@@ -110,7 +111,7 @@ def _job(
     *numbers: Any,
 ) -> tuple[Job, QKV]:
     """What does the call, and its tensors. They have been cast: autocast must be off."""
-    dropout_p, scale, causal, left, right, softcap, deterministic, kernel = numbers
+    dropout_p, scale, causal, left, right, softcap, deterministic, with_lse, kernel = numbers
     lengths = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         assert max_seqlen_q is not None
@@ -124,6 +125,7 @@ def _job(
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "deterministic": deterministic,
+        "return_attn_probs": with_lse,
         "sink": sink,
         "kernel": kernel,
     }
@@ -176,6 +178,7 @@ def attention_backward_op(
         job, shard = _job(q, k, v, cu_seqlens_q, *rest)
         results = backward(job, [shard], rest[_SINK - 4], [(out, lse)], [(dout, dlse)])
     dsink, ((dq, dk, dv),) = results
+    dq, dk, dv = (grad.contiguous() for grad in (dq, dk, dv))  # as the fake one says
     if packed:
         dq, dk, dv = dq[0], dk[0], dv[0]
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink

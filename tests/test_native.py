@@ -214,6 +214,20 @@ def test_the_gradient_of_lse_is_refused() -> None:
         lse.sum().backward()
 
 
+@pytest.mark.usefixtures("plain")
+def test_auto_keeps_the_gradient_of_lse() -> None:
+    """Where the caller gets lse, a kernel that cannot differentiate through it is no choice."""
+    library = LIBRARIES[-1]  # registered last, so that auto tries it first
+    q, k, v, _ = inputs_of(None)
+    q.requires_grad_()
+    library.calls.clear()
+    _, lse, _ = rfa.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert not library.calls
+    assert torch.autograd.grad(lse.sum(), q)[0].isfinite().all()
+    rfa.flash_attn_func(q, k, v)
+    assert library.calls
+
+
 # The wrappers, with functions that have the real ones' arguments.
 
 

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..kernels.base import Call, kernel_names, load_kernel, why_not
+from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
 from ..tiles import Mask
 from .verifying.answers import torch_dtype
 
@@ -90,9 +90,9 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def kernel_reasons(device: str, dtype: str, headdim: int) -> dict[str, list[str]]:
-    """Each kernel's reasons why it cannot do a plain causal call; empty if it can."""
-    call = Call(
+def plain_call(device: str, dtype: str, headdim: int) -> Call:
+    """A causal call without any feature."""
+    return Call(
         device=torch.device(device),
         dtype=torch_dtype(dtype),
         nheads=8,
@@ -102,7 +102,12 @@ def kernel_reasons(device: str, dtype: str, headdim: int) -> dict[str, list[str]
         softmax_scale=headdim**-0.5,
         mask=Mask.of(causal=True),
     )
-    return {name: why_not(name, call) for name in kernel_names()}
+
+
+def kernel_reasons(device: str, dtype: str, headdim: int) -> dict[str, list[str]]:
+    """Each kernel's reasons why it cannot do a plain causal call, in the order of `auto`."""
+    call = plain_call(device, dtype, headdim)
+    return {name: why_not(name, call) for name in candidates(AUTO, call)}
 
 
 def info(
@@ -125,7 +130,10 @@ def info(
     console.print(f"Kernels for a causal call in {dtype}, headdim {headdim}, on {device}:")
     console.print(_kernels(reasons))
     able = [name for name, why in reasons.items() if not why]
-    console.print(f"auto picks: [bold]{able[0] if able else 'nothing'}[/]")
+    for choice in (AUTO, NATIVE):
+        among = candidates(choice, plain_call(device, dtype, headdim))
+        first = next((name for name in able if name in among), "nothing")
+        console.print(f"{choice} picks: [bold]{first}[/]")
 
 
 def _facts() -> Table:

@@ -33,6 +33,7 @@ class Call:
         sink: whether the state a tile marked `first` finds holds an attention sink.
         deterministic: the same input must give the same bits, gradients too.
         packed: there is more than one document.
+        with_lse: the caller gets lse, and may differentiate through it.
         head_start: number of the first query head here, among all query heads of the call.
         key: everything but the mask and what is in the tensors; hashable.
     """
@@ -52,6 +53,7 @@ class Call:
     sink: bool = False
     deterministic: bool = False
     packed: bool = False
+    with_lse: bool = False
     head_start: int = 0
     key: tuple[object, ...] = field(init=False, compare=False, repr=False)
 
@@ -341,8 +343,11 @@ def choose_kernel(name: str, call: Call) -> Kernel:
     reasons = {}
     for candidate in candidates(name, call):
         kernel = load_kernel(candidate)
-        reasons[candidate] = [kernel] if isinstance(kernel, str) else kernel.why_not(call)
-        if not reasons[candidate]:
+        why = [kernel] if isinstance(kernel, str) else kernel.why_not(call)
+        if name == AUTO and call.with_lse and getattr(kernel, "blocks", False):
+            why = [*why, "it cannot differentiate through lse, which the caller gets"]
+        reasons[candidate] = why
+        if not why:
             assert not isinstance(kernel, str)
             _log(name, candidate, reasons, call)
             return kernel

@@ -139,7 +139,8 @@ class LibraryKernel:
             return None
         lowered, block = launch[0]
         columns = slice(*lowered.key_rows)
-        return self._library.forward(q, k[:, columns], v[:, columns], block, call)
+        out, lse = self._library.forward(q, k[:, columns], v[:, columns], block, call)
+        return out.contiguous(), lse
 
     def alone_backward(
         self,
