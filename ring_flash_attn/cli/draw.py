@@ -47,6 +47,8 @@ def draw(
     """Draw who holds which tokens, and who computes what at which step."""
     try:
         check_route(route)
+        if sources_per_launch > 1 and route != "ring":
+            raise ValueError(f"--sources-per-launch {sources_per_launch}: not with route {route!r}")
         lengths = _lengths(seqlen, cu_seqlens)
         mask = _mask(causal, window)
         schedules = []
