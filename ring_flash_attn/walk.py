@@ -285,17 +285,14 @@ class Walker:
 
     def _copy_in_place(self, move: Move) -> None:
         """Our own shard, into or out of a buffer that holds several."""
-        ours, buffers = self._at_home(move.transfer), self._buffer(move.slot)
-        self._each_piece(move, ours, buffers, back=move.transfer.payload is Payload.RESULT)
-
-    def _each_piece(self, move: Move, shard: Views, buffers: Buffers, back: bool) -> None:
-        """Copy a shard into the buffers where it belongs, or (back) add what is there to it."""
-        fields = self.fields[move.transfer.payload, move.transfer.side]
+        transfer = move.transfer
+        fields = self.fields[transfer.payload, transfer.side]
+        shard, buffers = self._at_home(transfer), self._buffer(move.slot)
         for of_shard, of_slot in zip(move.of_shard, move.of_slot, strict=True):
             ours = tuple(f.of_rows(t, of_shard) for f, t in zip(fields, shard, strict=True))
             there = tuple(f.view(b[of_slot]) for f, b in zip(fields, buffers, strict=True))
-            if back:
-                self.combine(move.transfer.side, ours, there)
+            if transfer.payload is Payload.RESULT:
+                self.combine(transfer.side, ours, there)
             else:
                 for view, tensor in zip(there, ours, strict=True):
                     view.copy_(tensor)

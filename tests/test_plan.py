@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -405,6 +406,18 @@ def test_a_new_route_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation.run()
     assert simulation.computed == Counter(allowed(problem))
     assert all(plan.complete for plan in simulation.plans)
+
+
+def test_a_shard_that_lies_with_others_must_be_cut() -> None:
+    """A route that forgets to say so is found out when its plan is made ready."""
+    problem = causal("zigzag", 24, 3)
+    plan = make_plan("all_gather", problem, 1)
+    whole = [
+        replace(step, transfers=tuple(replace(t, cut=False) for t in step.transfers))
+        for step in plan.steps
+    ]
+    with pytest.raises(AssertionError, match="goes whole, but"):
+        Path(replace(plan, steps=tuple(whole)), problem)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@
 
 A shard goes only as far as somebody still needs it.
 
-With `sources_per_launch` above 1, the shards of several hops meet one launch; 2, on 5 ranks:
+With `sources_per_launch` above 1, one launch takes the keys of several hops. Rank 0 of 5, by 2:
 
-    step 0      step 1                      step 2
-    Q0·K0       Q0·K4,3                     Q0·K2,1
-    K4, then    K2, then K1 arrive          backward, dK4 and dK3 go straight home
-    K3 arrive
+    step 0          step 1          step 2          step 3
+    Q0·K0           Q0·(K4, K3)     Q0·(K2, K1)
+    get K4, K3      get K2, K1      return dK4, dK3 return dK2, dK1      (return: backward)
 """
 
 from __future__ import annotations
