@@ -147,6 +147,13 @@ def check_heads_k_stride(stride: int, nheads_k: int) -> int:
     return stride
 
 
+def check_sources_per_launch(sources: int) -> int:
+    """A positive number."""
+    if not isinstance(sources, int) or sources < 1:
+        raise ValueError(f"sources_per_launch must be a positive integer, not {sources!r}")
+    return sources
+
+
 def document_lengths(
     cu_seqlens: CuSeqlens, device: torch.device | None = None, name: str = "cu_seqlens"
 ) -> tuple[int, ...]:

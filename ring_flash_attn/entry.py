@@ -19,6 +19,7 @@ from .kernels.base import registrations
 from .layout import get_layout
 from .llama3 import Llama3Problem
 from .plan import Problem, check_route
+from .routes.ring import default_sources
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,6 +38,7 @@ def run_batch(
     seqlen: int | None = None,
     seqlen_k: int | None = None,
     heads_k_stride: int | None = None,
+    sources_per_launch: int | None = None,
     **options: Any,
 ) -> Output:
     """Sequences of one length, spread over the group; shards are equal unless seqlen is given."""
@@ -47,7 +49,15 @@ def run_batch(
     lengths_k = (k.shape[1] * world_size if seqlen_k is None else int(seqlen_k),)
     same = {"seqlen_q": lengths_q, "seqlen_k": lengths_k, "batch": q.shape[0]}
     problem = _problem(
-        layout, route, lengths_q, lengths_k, world_size, opts, k.shape[2], heads_k_stride
+        layout,
+        route,
+        lengths_q,
+        lengths_k,
+        world_size,
+        opts,
+        k.shape[2],
+        heads_k_stride,
+        sources_per_launch,
     )
     return run_on_group(route, problem, q, k, v, opts, group, same, packed=False)
 
@@ -74,7 +84,7 @@ def run_local_documents(
         checks.check_total(local, tensor[0], name, "cu_seqlens")
     lengths = tuple(length * world_size for length in local)
     same = {"total": q.shape[1], "documents": len(lengths), **_values(cu_seqlens=lengths)}
-    problem = _problem(layout, route, lengths, lengths, world_size, opts, k.shape[2], None)
+    problem = _problem(layout, route, lengths, lengths, world_size, opts, k.shape[2])
     return run_on_group(route, problem, q, k, v, opts, group, same, packed=True)
 
 
@@ -89,6 +99,7 @@ def run_documents(
     cu_seqlens_k: CuSeqlens | None = None,
     max_seqlen: int | None = None,
     heads_k_stride: int | None = None,
+    sources_per_launch: int | None = None,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Output:
@@ -108,7 +119,15 @@ def run_documents(
         **_values(cu_seqlens=lengths_q, cu_seqlens_k=lengths_k),
     }
     problem = _problem(
-        layout, route, lengths_q, lengths_k, world_size, opts, k.shape[2], heads_k_stride
+        layout,
+        route,
+        lengths_q,
+        lengths_k,
+        world_size,
+        opts,
+        k.shape[2],
+        heads_k_stride,
+        sources_per_launch,
     )
     return run_on_group(route, problem, q, k, v, opts, group, same, packed=True)
 
@@ -228,7 +247,7 @@ def single_job(
     else:
         checks.check_total(lengths[0], q, "q", "cu_seqlens_q")
         checks.check_total(lengths[1], k, "k", "cu_seqlens_k")
-    problem = _problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2], None)
+    problem = _problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2])
     job = virtual_job("ring", problem, [shard], opts)
     if key is not None:
         if len(_ready) >= _READY:
@@ -267,6 +286,7 @@ def run_virtual(
     lengths_k: tuple[int, ...],
     packed: bool,
     heads_k_stride: int | None,
+    sources_per_launch: int | None = None,
     **options: Any,
 ) -> list[Output]:
     """All ranks in this process, one shard (q, k, v) each."""
@@ -281,6 +301,7 @@ def run_virtual(
         opts,
         shards[0][1].shape[2],
         heads_k_stride,
+        sources_per_launch,
     )
     job = virtual_job(route, problem, shards, opts)
     return run_job(job, shards, opts.sink, opts.return_attn_probs, packed)
@@ -330,7 +351,8 @@ def _problem(
     world_size: int,
     opts: Options,
     nheads_k: int,
-    heads_k_stride: int | None,
+    heads_k_stride: int | None = None,
+    sources_per_launch: int | None = None,
 ) -> Problem:
     check_route(route)
     _check_documents(lengths_q, lengths_k)
@@ -340,7 +362,20 @@ def _problem(
         raise ValueError(
             f"heads_k_stride = {heads_k_stride}: route {route!r} takes all heads at once"
         )
-    checks.check_heads_k_stride(heads_k_stride, nheads_k)
+    if sources_per_launch is None:
+        sources_per_launch = default_sources(world_size) if route == "ring" else 1
+    elif route != "ring":
+        raise ValueError(
+            f"sources_per_launch = {sources_per_launch!r}: only route 'ring' groups sources, "
+            f"not {route!r}"
+        )
     return Problem(
-        get_layout(layout), lengths_q, lengths_k, world_size, opts.mask, nheads_k, heads_k_stride
+        get_layout(layout),
+        lengths_q,
+        lengths_k,
+        world_size,
+        opts.mask,
+        nheads_k,
+        checks.check_heads_k_stride(heads_k_stride, nheads_k),
+        checks.check_sources_per_launch(sources_per_launch),
     )

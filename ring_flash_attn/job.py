@@ -165,13 +165,8 @@ def _plan(route: str, problem: AnyProblem, rank: int, transport: Any) -> Local:
 def _planned(route: str, problem: AnyProblem, rank: int) -> tuple[Path, Path]:
     # The cache keeps the problem it is asked with; so plan with one that can go.
     asked = replace(cast(Problem, problem))  # a Llama3Problem answers the same questions
-    sizes = {
-        (side, owner): asked.size(side, owner)
-        for side in Side
-        for owner in range(problem.world_size)
-    }
     forward, backward = (make_plan(route, asked, rank, direction) for direction in (False, True))
-    return Path(forward, sizes), Path(backward, sizes)
+    return Path(forward, asked), Path(backward, asked)
 
 
 def _signature(
@@ -183,7 +178,9 @@ def _signature(
     same: Mapping[str, object],
 ) -> tuple[tuple[str, object], ...]:
     """What has to be equal on all ranks, hashable."""
-    layout = problem.layout.name if isinstance(problem, Problem) else "llama3"
+    layout, sources = "llama3", 1
+    if isinstance(problem, Problem):
+        layout, sources = problem.layout.name, problem.sources_per_launch
     slopes = None if call.alibi_slopes is None else tuple(call.alibi_slopes.shape)
     return (
         ("layout", layout),
@@ -201,6 +198,7 @@ def _signature(
         ("sink", call.sink),
         ("deterministic", call.deterministic),
         ("heads_k_stride", problem.heads_k_stride),
+        ("sources_per_launch", sources),
         ("needs gradients", torch.is_grad_enabled() and any(x.requires_grad for x in inputs)),
         *same.items(),
     )

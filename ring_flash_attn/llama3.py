@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .checks import document_lengths
 from .layout import Span
+from .pieces import Piece
 from .plan import Heads, Side
-from .tiles import Mask, Tile, make_tiles
+from .tiles import Mask
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -111,11 +112,10 @@ class Llama3Problem:
             return self._queries()
         return self._keys(rank * self.size_k, (rank + 1) * self.size_k)
 
-    def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
-        """What the mask leaves of our queries against a rank's keys."""
-        return make_tiles(
-            self.spans(Side.QUERY, query_rank), self.spans(Side.KEY, key_rank), self.mask
-        )
+    def pieces(self, side: Side, rank: int) -> tuple[Piece, ...]:
+        """Shards stay whole: they follow each other in the stream, whatever the documents are."""
+        size = self.size(side, rank)
+        return (Piece(0, rank * size, rank, 0, size),) if size else ()
 
     def _queries(self) -> tuple[Span, ...]:
         found, row, k_offset = [], 0, self.k_start

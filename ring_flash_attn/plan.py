@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from itertools import accumulate
 from typing import Any
 
 from .layout import Layout, Span, spans
+from .pieces import Piece, cut, lay
 from .tiles import Mask, Tile, make_tile, make_tiles
 
 Heads = tuple[int, int]  # first and one past the last KV head
@@ -35,11 +35,18 @@ class Payload(IntEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """One message: the payload of `owner`'s shard goes from rank `source` to rank `target`.
+    """The payload of `owner`'s shard goes from rank `source` to rank `target`.
 
     An INPUT is there for the work of later steps. A RESULT is what the ranks before have summed up;
     the target adds its own part of the same step to it. `source == target` is a copy in place.
-    The order of transfers is the order of messages between a pair of ranks.
+    The order of transfers, round by round, is the order of messages between a pair of ranks.
+
+    Attributes:
+        payload, side, owner, heads: what.
+        source, target: from whom to whom.
+        cut: whether the shard goes in the pieces of `Problem.pieces`, and not as a whole. It has to
+            where either end has it in a buffer with others.
+        round: when in its step. A round can send the INPUT that an earlier one brings.
     """
 
     payload: Payload
@@ -48,17 +55,19 @@ class Transfer:
     heads: Heads
     source: int
     target: int
+    cut: bool = False
+    round: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kernel launch: query shards against key shards, each side as if concatenated.
+    """One kernel launch: query shards against key shards, each side in one buffer.
 
     Attributes:
         queries: owners of the query shards.
         keys: owners of the key shards.
         heads: the KV heads (and the query heads that share them).
-        tiles: what to compute; `start` counts rows of the concatenated shards.
+        tiles: what to compute; `start` counts rows of the buffers (see `pieces.py`).
     """
 
     queries: tuple[int, ...]
@@ -77,6 +86,12 @@ class Step:
 
     transfers: tuple[Transfer, ...] = ()
     work: tuple[Work, ...] = ()
+
+    @property
+    def rounds(self) -> tuple[tuple[Transfer, ...], ...]:
+        """The transfers that are posted together; as many rounds as this rank takes part in."""
+        count = 1 + max((transfer.round for transfer in self.transfers), default=-1)
+        return tuple(tuple(t for t in self.transfers if t.round == n) for n in range(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +132,7 @@ class Problem:
         mask: which keys a query sees.
         nheads_k: number of KV heads.
         heads_k_stride: KV heads that travel together where a route goes by head groups.
+        sources_per_launch: ranks whose keys one launch of the ring takes at most.
     """
 
     layout: Layout
@@ -126,6 +142,7 @@ class Problem:
     mask: Mask
     nheads_k: int = 1
     heads_k_stride: int = 1
+    sources_per_launch: int = 1
 
     _memo: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -149,11 +166,13 @@ class Problem:
         """Number of tokens that `rank` holds of one side."""
         return sum(span.length for span in self.spans(side, rank))
 
-    def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
-        """What the mask leaves of one rank's queries against another's keys."""
-        return make_tiles(
-            self.spans(Side.QUERY, query_rank), self.spans(Side.KEY, key_rank), self.mask
-        )
+    def pieces(self, side: Side, rank: int) -> tuple[Piece, ...]:
+        """What a shard is cut into where it lies in a buffer with others, in order of its rows."""
+        key = ("pieces", side)
+        if key not in self._memo:
+            self._memo[key] = cut([self.spans(side, r) for r in range(self.world_size)])
+        found: tuple[Piece, ...] = self._memo[key][rank]
+        return found
 
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Whether the mask leaves anything of these queries against these keys."""
@@ -214,21 +233,28 @@ def make_plan(route: str, problem: Problem, rank: int, backward: bool = False) -
     """The plan of `rank` for a problem on a route."""
     check_route(route)
     steps = _ROUTES[route](problem, rank, backward)
-    in_order = [Step(tuple(sorted(step.transfers)), step.work) for step in steps]
+    in_order = [Step(tuple(sorted(step.transfers, key=_turn)), step.work) for step in steps]
     return _marked(rank, in_order, problem.size(Side.QUERY, rank), problem.nheads_k)
+
+
+def _turn(transfer: Transfer) -> tuple[int, Transfer]:
+    return transfer.round, transfer
 
 
 def make_work(
     problem: Problem, query_rank: int, key_ranks: Sequence[int], heads: Heads
 ) -> tuple[Work, ...]:
     """The launch of a rank's queries against the keys of several; nothing if the mask is empty."""
-    offsets = [0, *accumulate(problem.size(Side.KEY, rank) for rank in key_ranks)]
-    tiles = tuple(
-        replace(tile, key=tile.key.moved(offset)) if offset else tile
-        for rank, offset in zip(key_ranks, offsets, strict=False)
-        for tile in problem.tiles(query_rank, rank)
-    )
+    queries, keys = problem.spans(Side.QUERY, query_rank), _keys(problem, key_ranks)
+    tiles = make_tiles(queries, keys, problem.mask)
     return (Work((query_rank,), tuple(key_ranks), heads, tiles),) if tiles else ()
+
+
+def _keys(problem: Problem, owners: Sequence[int]) -> Sequence[Span]:
+    """Spans of the keys of some ranks, as they lie in one buffer."""
+    if len(owners) == 1:
+        return problem.spans(Side.KEY, owners[0])
+    return lay([(problem.spans(Side.KEY, o), problem.pieces(Side.KEY, o)) for o in owners])
 
 
 def _marked(rank: int, steps: Iterable[Step], size: int, nheads_k: int) -> Plan:

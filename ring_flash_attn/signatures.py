@@ -412,6 +412,7 @@ def anything(
     seqlen: int | None = None,
     seqlen_k: int | None = None,
     heads_k_stride: int | None = None,
+    sources_per_launch: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -441,12 +442,19 @@ def anything(
         seqlen: without cu_seqlens, queries of the whole sequence; by default all shards are equal.
         seqlen_k: the same for the keys.
         heads_k_stride: for route "all_gather", KV heads that travel together; all by default.
+        sources_per_launch: for route "ring", ranks whose keys one launch takes at most: fewer and
+            larger launches, and as many more buffers. None leaves it to the library.
         {common}
 
     Returns:
         out, like q with v's head dimension; see return_attn_probs for more.
     """
-    common = {"group": group, "heads_k_stride": heads_k_stride, **_options(locals())}
+    common = {
+        "group": group,
+        "heads_k_stride": heads_k_stride,
+        "sources_per_launch": sources_per_launch,
+        **_options(locals()),
+    }
     if cu_seqlens is None:
         if cu_seqlens_k is not None:
             raise ValueError("cu_seqlens_k is given without cu_seqlens")

@@ -24,6 +24,7 @@ def virtual_ring_attention(
     cu_seqlens: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,
     heads_k_stride: int | None = None,
+    sources_per_launch: int | None = None,
     return_attn_probs: bool = False,
     **options: Any,
 ) -> Output:
@@ -41,6 +42,7 @@ def virtual_ring_attention(
         cu_seqlens: (documents + 1,) of the packed stream.
         cu_seqlens_k: the same for the keys, where it differs.
         heads_k_stride: KV heads that travel together, for route "all_gather".
+        sources_per_launch: ranks whose keys one launch takes at most, for route "ring".
         return_attn_probs: return (out, lse, None).
         options: the other arguments of `ring_attention`, except `group`.
     """
@@ -69,6 +71,7 @@ def virtual_ring_attention(
         lengths_k,
         packed,
         heads_k_stride,
+        sources_per_launch,
         return_attn_probs=True,
         **options,
     )

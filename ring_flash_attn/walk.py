@@ -1,22 +1,23 @@
 """Walking a plan: the buffers and messages of one rank, step by step.
 
-Every buffer that travels is stored rows first, (seqlen, batch, nheads, …), so that the shard of one
-rank is a contiguous part of a buffer that holds several; kernels see it as (batch, seqlen, nheads,
+Every buffer that travels is stored rows first, (seqlen, batch, nheads, …), so that a piece of a
+shard is a contiguous part of any buffer that holds it; kernels see it as (batch, seqlen, nheads,
 …).
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from .comm import Message, Transport
-from .plan import Heads, Payload, Plan, Side, Transfer, Work
+from .pieces import Piece, arrange
+from .plan import Heads, Payload, Plan, Problem, Side, Transfer, Work
 from .tiles import Tile
 
 
@@ -51,6 +52,10 @@ class Field:
         at = slice(heads[0] * self.heads, heads[1] * self.heads)
         return tensor[:, at] if self.headdim is None else tensor[:, :, at]
 
+    def of_rows(self, tensor: Tensor, rows: slice) -> Tensor:
+        """Some rows of a kernel-side tensor."""
+        return tensor[:, :, rows] if self.headdim is None else tensor[:, rows]
+
 
 Fields = tuple[Field, ...]
 Views = tuple[Tensor, ...]
@@ -59,12 +64,29 @@ Buffers = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where shards lie: the buffer of `owners`, concatenated, for some heads of one side."""
+    """Where shards lie: the buffer of `owners`, for some heads of one side."""
 
     payload: Payload
     side: Side
     owners: tuple[int, ...]
     heads: Heads
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A transfer, and where this rank has its shard.
+
+    Attributes:
+        transfer: what goes from whom to whom.
+        slot: the buffer that it fills or empties.
+        of_shard: rows of the shard, one slice for each message.
+        of_slot: the same rows, as they lie in the buffer.
+    """
+
+    transfer: Transfer
+    slot: _Slot
+    of_shard: tuple[slice, ...]
+    of_slot: tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +101,24 @@ class Only:
 class Path:
     """A plan, and where its shards lie on the way; made once, walked many times.
 
-    Attributes:
+    Args:
         plan: the steps of a rank.
-        sizes: number of rows of each side and owner that the plan speaks of.
+        problem: what they are the steps of.
+
+    Attributes:
+        plan: the same.
+        sizes: number of rows of each side and owner.
+        rounds: for each step the moves of each round.
         last_use: after which step each buffer is free again.
         only: the launch, if there is one for all and nothing to send.
     """
 
-    def __init__(self, plan: Plan, sizes: dict[tuple[Side, int], int]) -> None:
-        self.plan, self.sizes = plan, sizes
-        self._places = self._find_places()
+    def __init__(self, plan: Plan, problem: Problem) -> None:
+        self.plan = plan
+        ranks = range(problem.world_size)
+        self.sizes = {(side, rank): problem.size(side, rank) for side in Side for rank in ranks}
+        self._slots = self._find_slots()
+        self.rounds = self._find_rounds(problem)
         self.last_use = self._find_last_use()
         self.only = self._find_only()
 
@@ -106,25 +136,40 @@ class Path:
             sum(columns.values()) == self.sizes[Side.KEY, rank],
         )
 
-    def _find_places(self) -> dict[tuple[Payload, Side, int, Heads], tuple[_Slot, int]]:
-        """For shards that a launch takes from a buffer: the buffer, and their first row in it."""
-        places = {}
-        for step in self.plan.steps:
-            for work in step.work:
-                for side in Side:
-                    owners = work.owners(side)
-                    offsets = accumulate((self.sizes[side, o] for o in owners), initial=0)
-                    for owner, offset in zip(owners, offsets, strict=False):
-                        for payload in Payload:
-                            slot = _Slot(payload, side, owners, work.heads)
-                            places[payload, side, owner, work.heads] = slot, offset
-        return places
+    def _find_slots(self) -> dict[tuple[Payload, Side, int, Heads], _Slot]:
+        """For shards that a launch takes from a buffer: the buffer."""
+        return {
+            (payload, side, owner, work.heads): _Slot(payload, side, work.owners(side), work.heads)
+            for step in self.plan.steps
+            for work in step.work
+            for side in Side
+            for owner in work.owners(side)
+            for payload in Payload
+        }
 
-    def place(self, transfer: Transfer) -> tuple[_Slot, int]:
-        """The buffer that a transfer fills or empties, and the shard's first row in it."""
-        side, owner, heads = transfer.side, transfer.owner, transfer.heads
-        alone = _Slot(transfer.payload, side, (owner,), heads), 0  # passes through, no launch
-        return self._places.get((transfer.payload, side, owner, heads), alone)
+    def _find_rounds(self, problem: Problem) -> list[list[list[Move]]]:
+        @functools.cache
+        def rows(side: Side, owners: tuple[int, ...]) -> dict[Piece, int]:
+            return arrange([problem.pieces(side, owner) for owner in owners])
+
+        def move(transfer: Transfer) -> Move:
+            slot, size = self._slot(transfer), self.sizes[transfer.side, transfer.owner]
+            if not transfer.cut:
+                assert len(slot.owners) == 1, f"{transfer} goes whole, but {slot} has others too"
+                return Move(transfer, slot, (slice(0, size),), (slice(0, size),))
+            first = rows(transfer.side, slot.owners)
+            pieces = problem.pieces(transfer.side, transfer.owner)
+            of_shard = tuple(slice(p.start, p.start + p.length) for p in pieces)
+            of_slot = tuple(slice(first[p], first[p] + p.length) for p in pieces)
+            return Move(transfer, slot, of_shard, of_slot)
+
+        return [[[move(t) for t in moves] for moves in step.rounds] for step in self.plan.steps]
+
+    def _slot(self, transfer: Transfer) -> _Slot:
+        """The buffer that a transfer fills or empties."""
+        key = (transfer.payload, transfer.side, transfer.owner, transfer.heads)
+        alone = _Slot(transfer.payload, transfer.side, (transfer.owner,), transfer.heads)
+        return self._slots.get(key, alone)  # alone: passes through, no launch
 
     def _find_last_use(self) -> dict[int, list[_Slot]]:
         """After which step each buffer is free again."""
@@ -133,9 +178,9 @@ class Path:
             for work in step.work:
                 for side in Side:
                     last[_Slot(Payload.INPUT, side, work.owners(side), work.heads)] = number
-            for transfer in step.transfers:
-                if transfer.source == self.plan.rank:
-                    last[self.place(transfer)[0]] = number
+            for move in (move for moves in self.rounds[number] for move in moves):
+                if move.transfer.source == self.plan.rank:
+                    last[move.slot] = number
         slots = defaultdict(list)
         for slot, number in last.items():
             slots[number].append(slot)
@@ -157,11 +202,10 @@ class Walker:
 
     def __init__(self, path: Path, transport: Transport, batch: int, device: torch.device) -> None:
         self.path, self.plan, self.rank = path, path.plan, path.plan.rank
-        self._sizes, self._transport = path.sizes, transport
-        self._batch, self._device = batch, device
+        self._transport, self._batch, self._device = transport, batch, device
         self._buffers: dict[_Slot, Buffers] = {}
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._arrivals: list[tuple[Transfer, Buffers]] = []
+        self._arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
 
     # What subclasses fill in.
 
@@ -179,23 +223,28 @@ class Walker:
 
     # The walk.
 
-    def post(self, number: int) -> None:
-        """Start the transfers of a step."""
+    def post(self, number: int, round_number: int) -> None:
+        """Start the transfers of a round of a step, if there are any."""
         messages: list[Message] = []
-        outgoing: dict[tuple[Payload, Side, int, Heads], Buffers] = {}
-        for transfer in self.plan.steps[number].transfers:
+        outgoing: dict[tuple[Payload, Side, int, Heads], list[Tensor]] = {}
+        for move in self._moves(number, round_number):
+            transfer = move.transfer
             if transfer.source == transfer.target:
-                self._copy_in_place(transfer)
+                self._copy_in_place(move)
             elif transfer.source == self.rank:
                 key = (transfer.payload, transfer.side, transfer.owner, transfer.heads)
                 if key not in outgoing:
-                    outgoing[key] = self._outgoing(transfer)
-                messages += [Message(b, transfer.target, receive=False) for b in outgoing[key]]
+                    outgoing[key] = self._outgoing(move)
+                messages += [Message(t, transfer.target, receive=False) for t in outgoing[key]]
             else:
-                buffers = self._incoming(transfer)
-                self._arrivals.append((transfer, buffers))
-                messages += [Message(b, transfer.source, receive=True) for b in buffers]
+                messages += [
+                    Message(t, transfer.source, receive=True) for t in self._incoming(move)
+                ]
         self._transport.post(messages)
+
+    def _moves(self, number: int, round_number: int) -> Sequence[Move]:
+        rounds = self.path.rounds[number]
+        return rounds[round_number] if round_number < len(rounds) else ()
 
     def compute(self, number: int) -> None:
         """Do the work of a step."""
@@ -205,9 +254,8 @@ class Walker:
     def finish(self, number: int) -> None:
         """Await the transfers of a step; add up results; give buffers back."""
         self._transport.wait()
-        for transfer, buffers in self._arrivals:
-            if transfer.payload is Payload.RESULT:
-                self._add(transfer, buffers)
+        for move, buffers in self._arrivals:
+            self._add(move, buffers)
         self._arrivals.clear()
         for slot in self.path.last_use.get(number, ()):
             self._give_back(self._buffers.pop(slot, ()))
@@ -235,63 +283,67 @@ class Walker:
             self.clear(side, views)
         return views
 
-    def _copy_in_place(self, transfer: Transfer) -> None:
+    def _copy_in_place(self, move: Move) -> None:
         """Our own shard, into or out of a buffer that holds several."""
+        transfer = move.transfer
+        fields = self.fields[transfer.payload, transfer.side]
+        shard, buffers = self._at_home(transfer), self._buffer(move.slot)
+        for of_shard, of_slot in zip(move.of_shard, move.of_slot, strict=True):
+            ours = tuple(f.of_rows(t, of_shard) for f, t in zip(fields, shard, strict=True))
+            there = tuple(f.view(b[of_slot]) for f, b in zip(fields, buffers, strict=True))
+            if transfer.payload is Payload.RESULT:
+                self.combine(transfer.side, ours, there)
+            else:
+                for view, tensor in zip(there, ours, strict=True):
+                    view.copy_(tensor)
+
+    def _at_home(self, transfer: Transfer) -> Views:
+        """Our own shard, as kernels see it."""
         fields = self.fields[transfer.payload, transfer.side]
         home = self.home[transfer.payload, transfer.side]
-        ours = tuple(f.of_heads(t, transfer.heads) for f, t in zip(fields, home, strict=True))
-        buffers = self._part(transfer)
-        views = tuple(f.view(b) for f, b in zip(fields, buffers, strict=True))
-        if transfer.payload is Payload.RESULT:
-            self.combine(transfer.side, ours, views)
-        else:
-            for view, tensor in zip(views, ours, strict=True):
-                view.copy_(tensor)
+        return tuple(f.of_heads(t, transfer.heads) for f, t in zip(fields, home, strict=True))
 
-    def _outgoing(self, transfer: Transfer) -> Buffers:
-        """What we send: our own shard, or one that is passing through."""
+    def _outgoing(self, move: Move) -> list[Tensor]:
+        """What we send: our own shard, or one that is passing through, or what we have added up."""
+        transfer = move.transfer
         if transfer.payload is Payload.RESULT or transfer.owner != self.rank:
-            return self._part(transfer)
+            return _cut(self._buffer(move.slot), move.of_slot)
         fields = self.fields[transfer.payload, transfer.side]
-        home = self.home[transfer.payload, transfer.side]
-        return tuple(
-            f.rows_first(f.of_heads(t, transfer.heads)) for f, t in zip(fields, home, strict=True)
-        )
+        whole = (f.rows_first(t) for f, t in zip(fields, self._at_home(transfer), strict=True))
+        return _cut(whole, move.of_shard)
 
-    def _incoming(self, transfer: Transfer) -> Buffers:
+    def _incoming(self, move: Move) -> list[Tensor]:
+        """Where what we get belongs: inputs where launches look for them, results in between."""
+        transfer = move.transfer
         if transfer.payload is Payload.INPUT:
-            return self._part(transfer)
-        size = self._sizes[transfer.side, transfer.owner]
-        return self._take(self.fields[transfer.payload, transfer.side], size, transfer.heads)
+            return _cut(self._buffer(move.slot), move.of_slot)
+        size = self.path.sizes[transfer.side, transfer.owner]
+        buffers = self._take(self.fields[transfer.payload, transfer.side], size, transfer.heads)
+        self._arrivals.append((move, buffers))
+        return _cut(buffers, move.of_shard)
 
-    def _add(self, transfer: Transfer, buffers: Buffers) -> None:
+    def _add(self, move: Move, buffers: Buffers) -> None:
         """Results of others have arrived: add ours, or pass them on if we have none."""
+        transfer = move.transfer
         fields = self.fields[transfer.payload, transfer.side]
         theirs = tuple(f.view(b) for f, b in zip(fields, buffers, strict=True))
-        slot, _ = self.path.place(transfer)
         if transfer.owner == self.rank:
-            home = self.home[transfer.payload, transfer.side]
-            ours = tuple(f.of_heads(t, transfer.heads) for f, t in zip(fields, home, strict=True))
-        elif slot not in self._buffers:
-            self._buffers[slot] = buffers
-            return
+            ours = self._at_home(transfer)
         else:
-            parts = self._part(transfer)
-            ours = tuple(f.view(b) for f, b in zip(fields, parts, strict=True))
+            assert move.slot.owners == (transfer.owner,), "sums on their way lie alone"
+            if move.slot not in self._buffers:
+                self._buffers[move.slot] = buffers
+                return
+            mine = self._buffers[move.slot]
+            ours = tuple(f.view(b) for f, b in zip(fields, mine, strict=True))
         self.combine(transfer.side, ours, theirs)
         self._give_back(buffers)
 
     # Buffers.
 
-    def _part(self, transfer: Transfer) -> Buffers:
-        """The rows of one owner in the buffer where they lie."""
-        slot, offset = self.path.place(transfer)
-        size = self._sizes[transfer.side, transfer.owner]
-        return tuple(buffer[offset : offset + size] for buffer in self._buffer(slot))
-
     def _buffer(self, slot: _Slot) -> Buffers:
         if slot not in self._buffers:
-            size = sum(self._sizes[slot.side, owner] for owner in slot.owners)
+            size = sum(self.path.sizes[slot.side, owner] for owner in slot.owners)
             fields = self.fields[slot.payload, slot.side]
             self._buffers[slot] = self._take(fields, size, slot.heads)
         return self._buffers[slot]
@@ -312,11 +364,17 @@ class Walker:
             self._free[buffer.shape, buffer.dtype].append(buffer)
 
 
+def _cut(buffers: Iterable[Tensor], rows: Sequence[slice]) -> list[Tensor]:
+    """Some rows of each of some rows-first buffers: contiguous, and both ends list them alike."""
+    return [buffer[each] for buffer in buffers for each in rows]
+
+
 def walk(walkers: Sequence[Walker]) -> None:
     """Take all walkers of this process (one, or all virtual ranks) through their plans in step."""
     for number in range(len(walkers[0].plan.steps)):
-        for walker in walkers:
-            walker.post(number)
+        for round_number in range(max(len(walker.path.rounds[number]) for walker in walkers)):
+            for walker in walkers:
+                walker.post(number, round_number)
         for walker in walkers:
             walker.compute(number)
         for walker in walkers:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from ring_flash_attn.layout import Sharding
+from ring_flash_attn.pieces import MOST_PIECES
 from ring_flash_attn.plan import Heads, Payload, Plan, Problem, Side, Transfer, Work, make_plan
 from ring_flash_attn.tiles import Tile
 
@@ -81,23 +82,37 @@ class Simulation:
         assert not left, f"results that never went home: {left}"
 
     def _post(self, number: int) -> list[tuple[Transfer, Counter[Contribution]]]:
-        """Take what is sent at the start of a step; both ends must have it in their plans."""
+        """Take what is sent at the start of a step; both ends must have it in their plans.
+
+        A round can send on what an earlier one has brought; launches cannot use it yet.
+        """
         for a in self.plans:
             for b in self.plans:
                 assert between(a, number, a.rank, b.rank) == between(b, number, a.rank, b.rank)
-        under_way = []
-        for plan in self.plans:
-            for transfer in plan.steps[number].transfers:
-                assert plan.rank in (transfer.source, transfer.target), "somebody else's message"
-                if transfer.source != plan.rank:
-                    continue
-                content: Counter[Contribution] = Counter()
-                if transfer.payload is Payload.RESULT:
-                    content = self._take(transfer)
-                elif transfer.owner != plan.rank:
-                    assert parcel_of(transfer) in self.there[plan.rank], f"{transfer}: not there"
-                under_way.append((transfer, content))
+        under_way: list[tuple[Transfer, Counter[Contribution]]] = []
+        rounds = max(len(plan.steps[number].rounds) for plan in self.plans)
+        for turn in range(rounds):
+            brought = {(t.target, parcel_of(t)) for t, _ in under_way if t.payload is Payload.INPUT}
+            for plan in self.plans:
+                for transfers in plan.steps[number].rounds[turn : turn + 1]:
+                    under_way += self._sent_by(plan.rank, transfers, brought)
         return under_way
+
+    def _sent_by(
+        self, rank: int, transfers: tuple[Transfer, ...], brought: set[tuple[int, Parcel]]
+    ) -> Iterator[tuple[Transfer, Counter[Contribution]]]:
+        for transfer in transfers:
+            assert rank in (transfer.source, transfer.target), "somebody else's message"
+            if transfer.source != rank:
+                continue
+            content: Counter[Contribution] = Counter()
+            if transfer.payload is Payload.RESULT:
+                content = self._take(transfer)
+            elif transfer.owner != rank:
+                parcel = parcel_of(transfer)
+                here = parcel in self.there[rank] or (rank, parcel) in brought
+                assert here, f"{transfer}: not there"
+            yield transfer, content
 
     def _take(self, transfer: Transfer) -> Counter[Contribution]:
         parcel, rank = parcel_of(transfer), transfer.source
@@ -123,7 +138,7 @@ class Simulation:
             if owners != (rank,):  # otherwise our own shard is read in place
                 missing = {(side, o, work.heads) for o in owners} - self.there[rank]
                 assert not missing, f"rank {rank} launches without {missing}"
-            rows[side] = [(o, token) for o in owners for token in self.tokens[side, o]]
+            rows[side] = buffer_rows(self.problem, side, owners)
         assert work.tiles, "an empty launch"
         for tile in work.tiles:
             self._check_spans(tile, rows)
@@ -155,6 +170,18 @@ class Simulation:
         self.sums[rank].setdefault(parcel, Counter()).update(new)
 
 
+def buffer_rows(problem: Problem, side: Side, owners: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(owner, token) of each row of a buffer: a shard as it is, several by document and position.
+
+    From the definition, for shards of at most `MOST_PIECES` spans.
+    """
+    spans = [(owner, span) for owner in owners for span in problem.spans(side, owner)]
+    if len(owners) > 1:
+        assert all(len(problem.spans(side, owner)) <= MOST_PIECES for owner in owners)
+        spans.sort(key=lambda each: (each[1].document, each[1].position, each[0]))
+    return [(owner, s.index + s.stride * n) for owner, s in spans for n in range(s.length)]
+
+
 def parcel_of(transfer: Transfer) -> Parcel:
     """Whose shard, which side, which heads."""
     return transfer.side, transfer.owner, transfer.heads
@@ -180,6 +207,11 @@ def useless_inputs(plans: list[Plan]) -> list[Transfer]:
     for plan in plans:
         for number, step in enumerate(plan.steps):
             later = plan.steps[number + 1 :]
+            sent = {
+                (parcel_of(t), t.round)
+                for t in step.transfers
+                if t.payload is Payload.INPUT and t.source == plan.rank
+            }
             used = {
                 (side, owner, work.heads)
                 for after in later
@@ -193,9 +225,8 @@ def useless_inputs(plans: list[Plan]) -> list[Transfer]:
                 for t in after.transfers
                 if t.payload is Payload.INPUT and t.source == plan.rank
             }
-            found += [
-                t
-                for t in step.transfers
-                if t.payload is Payload.INPUT and t.target == plan.rank and parcel_of(t) not in used
-            ]
+            for t in step.transfers:
+                if t.payload is Payload.INPUT and t.target == plan.rank:
+                    passed = any(p == parcel_of(t) and turn > t.round for p, turn in sent)
+                    found += [t] if not passed and parcel_of(t) not in used else []
     return found

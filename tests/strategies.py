@@ -38,7 +38,10 @@ def spans(draw: st.DrawFn, stride: int, document: int = 0) -> Span:
 
 @st.composite
 def problems(draw: st.DrawFn, layout: str) -> Problem:
-    """Any documents on up to 16 ranks; every third time with more or fewer keys than queries."""
+    """Any documents on up to 16 ranks; every third time with more or fewer keys than queries.
+
+    A launch of the ring takes one source, some, or all.
+    """
     lengths_q = draw(document_lengths)
     lengths_k = lengths_q
     if draw(st.sampled_from((False, False, True))):
@@ -53,4 +56,5 @@ def problems(draw: st.DrawFn, layout: str) -> Problem:
         draw(masks),
         nheads_k,
         heads_k_stride,
+        draw(st.sampled_from((1, 2, 3, 5, MOST_RANKS))),
     )

@@ -17,7 +17,7 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-PLAIN_DATA = ("layout", "tiles", "plan", "routes")
+PLAIN_DATA = ("layout", "tiles", "pieces", "plan", "routes")
 HEAVY = (
     "triton",
     "cutlass",
@@ -32,12 +32,13 @@ HEAVY = (
 )
 
 # What each part may import of the package, besides itself. Nothing imports upwards.
-DATA = {"layout", "tiles", "plan", "routes"}
+DATA = {"layout", "tiles", "pieces", "plan", "routes"}
 ENGINE = {*DATA, "kernels", "comm", "walk", "attention", "checks"}
 ALLOWED: dict[str, set[str]] = {
     "layout": set(),
     "tiles": {"layout"},
-    "plan": {"layout", "tiles"},
+    "pieces": {"layout"},
+    "plan": {"layout", "tiles", "pieces"},
     "routes": {"layout", "tiles", "plan"},
     "kernels": {"layout", "tiles"},
     "comm": set(),

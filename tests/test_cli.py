@@ -90,6 +90,18 @@ def test_draw_with_queries_that_travel() -> None:
     assert "out1 → 1" in output
 
 
+def test_draw_of_several_sources_in_one_launch(tmp_path: Path) -> None:
+    grouped = ("draw", "zigzag", "--sources-per-launch", "3", "--backward")
+    output = rfa(*grouped).output
+    lines = [line.split() for line in output.splitlines()]
+    assert next(line for line in lines if "Q1·K0," in line)[:2] == ["1", "Q1·K0,"]
+    assert "K1 → 2, K0 → 2, K3 → 2" in output  # ours, then what comes by
+    assert "dK0 → 0, dK1 → 1, dK2 → 2" in output
+    picture = tmp_path / "picture.svg"
+    assert rfa(*grouped, "--svg", str(picture)).exit_code == 0
+    ElementTree.parse(picture)
+
+
 @pytest.mark.parametrize("route", route_names())
 @pytest.mark.parametrize("layout", layout_names())
 def test_svg_is_well_formed_and_has_every_pair(layout: str, route: str, tmp_path: Path) -> None:
@@ -117,6 +129,7 @@ def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) 
         ("draw", "zigzag", "--route", "teleport"),
         ("draw", "zigzag", "--cu-seqlens", "1,5"),
         ("draw", "zigzag", "--window", "3"),
+        ("draw", "zigzag", "--route", "all_gather", "--sources-per-launch", "2"),
         ("verify", "no_such_function"),
         ("verify", "--feature", "magic"),
         ("verify", "--dtype", "int8"),

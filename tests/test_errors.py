@@ -168,6 +168,16 @@ VIRTUAL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "stride of 0": ({"route": "all_gather", "heads_k_stride": 0}, "heads_k_stride = 0"),
     "stride on another route": ({"heads_k_stride": 1}, "heads_k_stride = 1.*'ring'"),
+    "no sources": ({"sources_per_launch": 0}, "sources_per_launch.*positive.*0"),
+    "half a source": ({"sources_per_launch": 1.5}, "sources_per_launch.*positive.*1.5"),
+    "sources when all keys are gathered": (
+        {"route": "all_gather", "sources_per_launch": 1},
+        "sources_per_launch = 1.*'ring'.*'all_gather'",
+    ),
+    "sources when queries travel": (
+        {"route": "query_ring", "sources_per_launch": 2},
+        "sources_per_launch = 2.*'ring'.*'query_ring'",
+    ),
     "no ranks": ({"world_size": 0}, "world_size.*0"),
     "half a rank": ({"world_size": 1.5}, "world_size.*1.5"),
 }
@@ -400,6 +410,9 @@ def disagree(rank: int, n: int) -> dict[str, str]:
         "route": lambda: ring_attention(
             *x, layout="zigzag", route="ring" if odd else "all_gather", group=group
         ),
+        "sources": lambda: ring_attention(
+            *x, layout="zigzag", route="ring", sources_per_launch=2 if odd else None, group=group
+        ),
         "form": lambda: (
             ring_flash_attn_varlen_func(*(t[0] for t in x), cu, 6, group=group)
             if odd
@@ -434,6 +447,10 @@ def test_ranks_that_disagree_all_get_an_error(ranks: Any) -> None:
         "gradients": ["gradients = false on ranks 0, 2", "gradients = true on rank 1"],
         "layout": ['layout = "zigzag" on ranks 0, 2', 'layout = "stripe" on rank 1'],
         "route": ['route = "all_gather" on ranks 0, 2', 'route = "ring" on rank 1'],
+        "sources": [
+            "sources_per_launch = 1 on ranks 0, 2",
+            "sources_per_launch = 2 on rank 1",
+        ],
         "form": ["batch = 1 on ranks 0, 2", "batch = null on rank 1", "documents = 2 on rank 1"],
     }
     assert set(ways) == set(said[0])

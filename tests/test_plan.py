@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulate import Simulation, allowed, between, parcel_of, plans_of, useless_inputs
+from simulate import (
+    Simulation,
+    allowed,
+    between,
+    buffer_rows,
+    parcel_of,
+    plans_of,
+    useless_inputs,
+)
 from strategies import problems, world_sizes
 
 from ring_flash_attn import plan as planning
@@ -19,12 +29,15 @@ from ring_flash_attn.plan import (
     Problem,
     Side,
     Step,
+    Transfer,
+    Work,
     make_plan,
     make_work,
     register_route,
     route_names,
 )
 from ring_flash_attn.tiles import Mask
+from ring_flash_attn.walk import Path
 
 POINTS = [(layout, route) for layout in layout_names() for route in route_names()]
 BALANCED = [(name, route) for name, route in POINTS if "zigzag" in name or "stripe" in name]
@@ -96,12 +109,135 @@ def test_first_last_and_complete(
         assert plan.complete is (not merged and final >= everything)
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("layout", "route"), POINTS)
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_messages_lead_to_the_rows_that_launches_read(
+    layout: str, route: str, backward: bool, data: st.DataObject
+) -> None:
+    """Both ends of a transfer cut the shard alike, and have each part where its tokens belong."""
+    problem = data.draw(problems(layout))
+    paths = [Path(plan, problem) for plan in plans_of(route, problem, backward)]
+    parts: dict[tuple[int, Transfer], list[tuple[slice, ...]]] = {}
+    for path in paths:
+        for number, step in enumerate(path.rounds):
+            for move in (move for moves in step for move in moves):
+                t = move.transfer
+                parts.setdefault((number, t), []).append(move.of_shard)
+                shard = buffer_rows(problem, t.side, (t.owner,))
+                there = buffer_rows(problem, t.side, move.slot.owners)
+                assert [row for rows in move.of_shard for row in shard[rows]] == shard
+                assert [shard[rows] for rows in move.of_shard] == [
+                    there[rows] for rows in move.of_slot
+                ]
+    for (_, t), ends in parts.items():
+        assert len(ends) == (1 if t.source == t.target else 2)
+        assert ends[0] == ends[-1]
+
+
 def causal(
-    layout: str, seqlen: int, world_size: int, window: int | None = None, nheads_k: int = 1
+    layout: str,
+    seqlen: int,
+    world_size: int,
+    window: int | None = None,
+    nheads_k: int = 1,
+    sources: int = 1,
 ) -> Problem:
     """One document under a causal mask."""
-    mask = Mask(left=window, right=0)
-    return Problem(get_layout(layout), (seqlen,), (seqlen,), world_size, mask, nheads_k)
+    mask, lengths = Mask(left=window, right=0), (seqlen,)
+    return Problem(get_layout(layout), lengths, lengths, world_size, mask, nheads_k, 1, sources)
+
+
+def launches_of(plan: Plan) -> list[Work]:
+    """All launches, in order."""
+    return [work for step in plan.steps for work in step.work]
+
+
+@pytest.mark.parametrize("sources", [1, 2, 3, 4, 5, 7, 20])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 11])
+def test_a_launch_takes_as_many_sources_as_asked_for(world_size: int, sources: int) -> None:
+    """As few launches as possible, nearly equal, the smaller ones first."""
+    lengths = (8 * world_size,)
+    problem = Problem(get_layout("zigzag"), lengths, lengths, world_size, Mask(), 1, 1, sources)
+    for plan in plans_of("ring", problem, backward=False):
+        own, *others = [len(work.keys) for work in launches_of(plan)]
+        assert own == 1
+        assert sum(others) == world_size - 1
+        assert others == sorted(others)
+        assert len(others) == -(-(world_size - 1) // sources)
+        assert not others or others[0] >= others[-1] - 1
+        assert max(others, default=0) <= sources
+
+
+def test_seven_hops_by_four_are_three_and_four() -> None:
+    lengths = (64,)
+    problem = Problem(get_layout("stripe"), lengths, lengths, 8, Mask(), 1, 1, 4)
+    plan = make_plan("ring", problem, 2)
+    assert [work.keys for work in launches_of(plan)] == [(2,), (0, 1, 7), (3, 4, 5, 6)]
+    assert [len(step.rounds) for step in plan.steps] == [3, 4, 0]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("route", ["ring", "query_ring"])
+@pytest.mark.parametrize("layout", layout_names())
+def test_one_source_a_launch_cuts_nothing(layout: str, route: str, backward: bool) -> None:
+    """As many messages as shards on their way, and one round a step."""
+    lengths = (40, 0, 3, 21)
+    problem = Problem(get_layout(layout), lengths, lengths, 5, Mask(right=0))
+    for plan in plans_of(route, problem, backward):
+        assert all(len(work.keys) == len(work.queries) == 1 for work in launches_of(plan))
+        assert not any(t.cut or t.round for step in plan.steps for t in step.transfers)
+
+
+@pytest.mark.parametrize("sources", [7, 8, 100])
+def test_all_sources_in_one_launch(sources: int) -> None:
+    """Causal zigzag: two launches a rank, and in the second, one range of keys for each span."""
+    problem = causal("zigzag", 16 * 24, 8, sources=sources)
+    for plan in plans_of("ring", problem, backward=False):
+        own, others = launches_of(plan)
+        assert (own.keys, len(others.keys)) == ((plan.rank,), 7)
+        for span in problem.spans(Side.QUERY, plan.rank):
+            seen = [t for t in others.tiles if t.query.start == span.start]
+            rows = sorted((t.key.start, t.key.start + t.key.length) for t in seen)
+            assert all(t.full for t in seen)
+            assert all(a[1] == b[0] for a, b in pairwise(rows)), "no gaps"
+            assert len(rows) <= 2, "what follows in the document is one tile: a gap for our own"
+            before = span.position // 24 - (1 if span.position >= 8 * 24 else 0)
+            assert sum(end - start for start, end in rows) == 24 * before
+            assert not rows or rows[0][0] == 0
+
+
+@pytest.mark.parametrize("sources", [2, 3, 7])
+def test_gradients_of_a_group_go_straight_home(sources: int) -> None:
+    """From each user, once, in the step after the launch."""
+    problem = causal("zigzag", 16 * 24, 8, sources=sources)
+    for plan in plans_of("ring", problem, backward=True):
+        for number, step in enumerate(plan.steps[1:], start=1):
+            sent = {
+                t.owner: t
+                for t in step.transfers
+                if t.payload is Payload.RESULT and t.source == plan.rank
+            }
+            assert all(t.target == owner for owner, t in sent.items())
+            before = {owner for work in plan.steps[number - 1].work for owner in work.keys}
+            assert set(sent) == before - {plan.rank}
+
+
+def test_what_only_passes_through_is_not_in_the_launch() -> None:
+    """Zigzag with a short window: next-door shards are needed, those in between are passed on."""
+    problem = causal("zigzag", 16 * 10, 8, window=5, sources=7)
+    plans = plans_of("ring", problem, backward=False)
+    for plan in plans:
+        arriving = {
+            t.owner
+            for step in plan.steps
+            for t in step.transfers
+            if t.target == plan.rank and t.payload is Payload.INPUT
+        }
+        used = {owner for work in launches_of(plan) for owner in work.keys} - {plan.rank}
+        assert used == {plan.rank - 1, plan.rank + 1} & set(range(8))
+        assert used < arriving
 
 
 def imbalance(plans: list[Plan]) -> float:
@@ -170,13 +306,14 @@ def test_packed_causal_work_is_balanced(
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("sources", [1, 3])
 @pytest.mark.parametrize("route", route_names())
 @pytest.mark.parametrize("world_size", [2, 3, 8, 16])
 def test_a_small_window_talks_to_the_neighbour_only(
-    route: str, world_size: int, backward: bool
+    route: str, world_size: int, sources: int, backward: bool
 ) -> None:
     """Shards of 10 tokens, a window of 10: keys of the rank below are all that is needed."""
-    problem = causal("contiguous", 10 * world_size, world_size, window=10)
+    problem = causal("contiguous", 10 * world_size, world_size, window=10, sources=sources)
     plans = plans_of(route, problem, backward)
     inputs = {
         (t.owner, t.source, t.target)
@@ -206,12 +343,13 @@ def test_a_small_window_talks_to_the_neighbour_only(
 def test_a_window_of_ones_own_token_needs_no_messages(layout: str, route: str) -> None:
     """Whatever the layout, nothing is sent, and nothing waits."""
     lengths = (5, 0, 7)
-    problem = Problem(get_layout(layout), lengths, lengths, 4, Mask(0, 0), 2, 1)
-    for plan in plans_of(route, problem, backward=True):
-        moves = [t for step in plan.steps for t in step.transfers]
-        assert moves == []
-        if route != "all_gather":  # which has a step for every head group
-            assert len(plan.steps) == 1
+    for sources in (1, 2):
+        problem = Problem(get_layout(layout), lengths, lengths, 4, Mask(0, 0), 2, 1, sources)
+        for plan in plans_of(route, problem, backward=True):
+            moves = [t for step in plan.steps for t in step.transfers]
+            assert moves == []
+            if route != "all_gather":  # which has a step for every head group
+                assert len(plan.steps) == 1
 
 
 @pytest.mark.parametrize("route", ["ring", "all_gather"])
@@ -253,7 +391,7 @@ def test_a_new_route_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     def at_once(problem: Problem, rank: int, backward: bool) -> list[Step]:
         ranks = range(problem.world_size)
         moves = {
-            planning.Transfer(Payload.INPUT, Side.KEY, owner, problem.all_heads, owner, user)
+            Transfer(Payload.INPUT, Side.KEY, owner, problem.all_heads, owner, user, cut=True)
             for owner in ranks
             for user in ranks
             if rank in (owner, user) and problem.needed(user, owner)
@@ -270,12 +408,27 @@ def test_a_new_route_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(plan.complete for plan in simulation.plans)
 
 
-@pytest.mark.parametrize("route", route_names())
-def test_a_thousand_ranks_can_be_planned(route: str) -> None:
+def test_a_shard_that_lies_with_others_must_be_cut() -> None:
+    """A route that forgets to say so is found out when its plan is made ready."""
+    problem = causal("zigzag", 24, 3)
+    plan = make_plan("all_gather", problem, 1)
+    whole = [
+        replace(step, transfers=tuple(replace(t, cut=False) for t in step.transfers))
+        for step in plan.steps
+    ]
+    with pytest.raises(AssertionError, match="goes whole, but"):
+        Path(replace(plan, steps=tuple(whole)), problem)
+
+
+@pytest.mark.parametrize(
+    ("route", "sources"), [*((route, 1) for route in route_names()), ("ring", 4)]
+)
+def test_a_thousand_ranks_can_be_planned(route: str, sources: int) -> None:
     """Two neighbours of 1,024 ranks, 2²⁰ tokens, causal zigzag; they agree on their messages."""
-    problem = causal("zigzag", 1 << 20, 1024, nheads_k=8)
+    problem = causal("zigzag", 1 << 20, 1024, nheads_k=8, sources=sources)
     started = time.perf_counter()
     low, high = (make_plan(route, problem, rank, True) for rank in (517, 518))
+    assert all(Path(plan, problem).rounds for plan in (low, high))
     seconds = time.perf_counter() - started
     print(f"\n{route}: {seconds / 2:.1f} s a rank, of 1,024")
     assert len(low.steps) == len(high.steps)

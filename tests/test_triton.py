@@ -67,6 +67,15 @@ CASES = {
     "all_gather": Case(
         route="all_gather", layout="flat_zigzag", options={"causal": True, "heads_k_stride": 1}
     ),
+    "two_sources_a_launch": Case(
+        world_size=4, options={"causal": True, "sources_per_launch": 2}, alibi=True
+    ),
+    "all_sources_in_one_launch": Case(
+        lengths=(40, 0, 57),
+        world_size=4,
+        layout="flat_zigzag",
+        options={"window_size": (25, 3), "dropout_p": 0.2, "sources_per_launch": 3},
+    ),
     "own_documents_only": Case(lengths=(20, 20), layout="flat_contiguous"),  # nothing is sent
     "one_rank": Case(world_size=1, options={"causal": True}),
     "mha": Case(nheads=2, options={"causal": True}),
@@ -129,7 +138,8 @@ def _errors(case: Case) -> dict[str, float]:
     exact = [x.double().clone().requires_grad_() for x in leaves]
     torch.manual_seed(3)
     seed = int(torch.randint(1 << 62, (), dtype=torch.int64))
-    options = {name: x for name, x in case.options.items() if name != "heads_k_stride"}
+    ways = ("heads_k_stride", "sources_per_launch")
+    options = {name: x for name, x in case.options.items() if name not in ways}
     rules = Rules(sink=exact[3] if case.sink else None, alibi_slopes=slopes, seed=seed, **options)
     want, want_lse = oracle(*exact[:3], rules, cu_seqlens, cu_seqlens)
     want_grads = torch.autograd.grad(want, exact, dout.double())

@@ -39,11 +39,16 @@ def draw(
     heads_k_stride: Annotated[
         int | None, typer.Option(min=1, help="KV heads that travel together (all_gather).")
     ] = None,
+    sources_per_launch: Annotated[
+        int, typer.Option(min=1, help="Ranks whose keys one launch takes at most (ring).")
+    ] = 1,
     svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
 ) -> None:
     """Draw who holds which tokens, and who computes what at which step."""
     try:
         check_route(route)
+        if sources_per_launch > 1 and route != "ring":
+            raise ValueError(f"--sources-per-launch {sources_per_launch}: not with route {route!r}")
         lengths = _lengths(seqlen, cu_seqlens)
         mask = _mask(causal, window)
         schedules = []
@@ -56,6 +61,7 @@ def draw(
                 mask,
                 nheads_k,
                 heads_k_stride or nheads_k,
+                sources_per_launch,
             )
             schedules.append(make_schedule(route, problem, backward))
     except ValueError as error:

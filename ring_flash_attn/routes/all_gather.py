@@ -47,4 +47,4 @@ def all_gather(problem: Problem, rank: int, backward: bool) -> list[Step]:
 def _transfer(payload: Payload, owner: int, user: int, heads: Heads) -> Transfer:
     """Keys go from their owner to the user, gradients back."""
     source, target = (owner, user) if payload is Payload.INPUT else (user, owner)
-    return Transfer(payload, Side.KEY, owner, heads, source, target)
+    return Transfer(payload, Side.KEY, owner, heads, source, target, cut=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from ...plan import Payload, Plan, Problem, Side, Transfer, make_plan
@@ -91,10 +91,8 @@ class Schedule:
 
     def longer(self) -> Schedule:
         """The schedule of documents that are `LONGER` times as long."""
-        small = self.problem
-        lengths = tuple(LONGER * length for length in small.lengths_k)
-        sizes = (small.world_size, small.mask, small.nheads_k, small.heads_k_stride)
-        large = Problem(small.layout, lengths, lengths, *sizes)
+        lengths = tuple(LONGER * length for length in self.problem.lengths_k)
+        large = replace(self.problem, lengths_q=lengths, lengths_k=lengths)
         return make_schedule(self.route, large, self.backward)
 
     def patches(self) -> Iterator[Patch]:

@@ -1,0 +1,233 @@
+"""Several sources in one launch of the ring: results on virtual and real ranks, and transports."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import held_of, whole
+from samples import Results, Sample, check, expected_of, make_sample, results_of
+from torch import Tensor
+
+from ring_flash_attn import layout as layouts
+from ring_flash_attn import ring_attention, virtual_ring_attention
+from ring_flash_attn.comm import DistributedTransport, Message, distributed, virtual_transports
+from ring_flash_attn.layout import layout_names, register_layout
+
+SOURCES = (1, 2, 3, 8)
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window_size": (7, 2)},
+    "short window": {"causal": True, "window_size": (2, 0)},
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "batch": {"batch": 2, "seqlen_q": 43},
+    "packed": {"lengths_q": (17, 0, 3, 26), "lengths_k": (17, 2, 5, 21), "headdim_v": 3},
+    # more than `MOST_PIECES` of them
+    "many documents": {"lengths_q": (3, 1, 9, 2) * 5, "nheads_k": 1},
+}
+
+
+@cache
+def sample_of(form: str, mask: str) -> Sample:
+    """Make global inputs in fp64."""
+    return make_sample(seed=2, **FORMS[form], **MASKS[mask])
+
+
+@cache
+def oracle_of(form: str, mask: str) -> Results:
+    """Ask the oracle, once for all layouts."""
+    return expected_of(sample_of(form, mask))
+
+
+def run(sample: Sample, layout: str, world_size: int, route: str = "ring", **more: Any) -> Results:
+    """Forward and backward over virtual ranks."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, _: None) -> tuple[Tensor, Tensor]:
+        out, lse, _ = virtual_ring_attention(
+            q,
+            k,
+            v,
+            world_size=world_size,
+            layout=layout,
+            route=route,
+            kernel="reference",
+            cu_seqlens=sample.cu_seqlens_q,
+            cu_seqlens_k=sample.cu_seqlens_k,
+            return_attn_probs=True,
+            **sample.options,
+            **more,
+        )
+        return out, lse
+
+    return results_of(attend, sample)
+
+
+@pytest.mark.parametrize("sources", SOURCES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", layout_names())
+def test_groups_agree_with_the_oracle(layout: str, form: str, mask: str, sources: int) -> None:
+    for world_size in (1, 2, 5, 8):
+        actual = run(sample_of(form, mask), layout, world_size, sources_per_launch=sources)
+        check(actual, oracle_of(form, mask), 1e-12)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", layout_names())
+def test_many_documents_are_gathered(layout: str, mask: str) -> None:
+    """Buffers of several shards that stay whole."""
+    actual = run(sample_of("many documents", mask), layout, 4, "all_gather")
+    check(actual, oracle_of("many documents", mask), 1e-12)
+
+
+@pytest.mark.parametrize(("route", "sources"), [("ring", 2), ("ring", 8), ("all_gather", None)])
+@pytest.mark.parametrize("layout", ["late_first", "flat_late_first"])
+def test_shards_need_not_be_in_order(
+    layout: str, route: str, sources: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout whose rows do not go up: alone a shard lies as it is, with others in order."""
+    monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
+
+    @register_layout("late_first")
+    def late_first(length: int, rank: int, world_size: int) -> list[range]:
+        return layouts.zigzag(length, rank, world_size)[::-1]
+
+    for form in ("batch", "packed"):
+        actual = run(sample_of(form, "causal"), layout, 4, route, sources_per_launch=sources)
+        check(actual, oracle_of(form, "causal"), 1e-12)
+
+
+def test_groups_give_the_same_bits_every_time() -> None:
+    sample = make_sample(seqlen_q=33, dtype=torch.float32, causal=True, deterministic=True)
+    first, second = (run(sample, "zigzag", 5, sources_per_launch=3) for _ in range(2))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+REAL = list(product(("zigzag", "flat_contiguous"), MASKS, (2, 3)))
+
+
+def run_real(rank: int, n: int) -> list[Results]:
+    """`ring_attention` on one rank of a group, forward and backward."""
+    return [
+        run_shard(sample_of("packed", mask), layout, rank, n, sources)
+        for layout, mask, sources in REAL
+    ]
+
+
+def run_shard(sample: Sample, layout: str, rank: int, n: int, sources: int) -> Results:
+    """One call on one rank."""
+    cu_q, cu_k = sample.cu_seqlens_q, sample.cu_seqlens_k
+    queries = held_of(layout, cu_q, sample.q.shape[0], rank, n)
+    keys = held_of(layout, cu_k, sample.k.shape[0], rank, n)
+    shard = sample.q[queries], sample.k[keys], sample.v[keys]
+    leaves = [x.clone().requires_grad_() for x in shard]
+    out, lse, _ = ring_attention(
+        *leaves,
+        layout=layout,
+        route="ring",
+        cu_seqlens=cu_q,
+        cu_seqlens_k=cu_k,
+        return_attn_probs=True,
+        sources_per_launch=sources,
+        **sample.options,
+    )
+    finite = torch.where(lse.isfinite(), lse, 0.0)
+    loss = (out * sample.dout[queries]).sum() + (finite * sample.dlse[:, queries]).sum()
+    grads = torch.autograd.grad(loss, leaves)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads)))
+
+
+def test_groups_on_real_ranks(ranks: Any) -> None:
+    """Over gloo: rounds, pieces, and shards that only pass through."""
+    world_size = 4
+    found = ranks(world_size).run(run_real)
+    for number, (layout, mask, _) in enumerate(REAL):
+        sample = sample_of("packed", mask)
+        tokens_q, tokens_k = (
+            [held_of(layout, cu, x.shape[0], rank, world_size) for rank in range(world_size)]
+            for x, cu in ((sample.q, sample.cu_seqlens_q), (sample.k, sample.cu_seqlens_k))
+        )
+        parts = [of_rank[number] for of_rank in found]
+        results = whole([{n: p[n] for n in ("out", "lse", "dq")} for p in parts], tokens_q)
+        results |= whole([{n: p[n] for n in ("dk", "dv")} for p in parts], tokens_k)
+        check(results, oracle_of("packed", mask), 1e-12)
+
+
+def pass_on(rank: int, n: int) -> list[float]:
+    """Every rank's number goes around; nobody waits before the end."""
+    transport = DistributedTransport(distributed.resolve_group(None), torch.device("cpu"))
+    numbers = [torch.full((3,), float(rank)), *(torch.full((3,), -1.0) for _ in range(n - 1))]
+    for hop in range(n - 1):
+        transport.post(
+            [
+                Message(numbers[hop], (rank + 1) % n, receive=False),
+                Message(numbers[hop + 1], (rank - 1) % n, receive=True),
+            ]
+        )
+    transport.wait()
+    return [float(number.mean()) for number in numbers]
+
+
+def test_gloo_sends_on_what_an_earlier_batch_brings(ranks: Any) -> None:
+    expected = [[float((rank - hop) % 4) for hop in range(4)] for rank in range(4)]
+    assert ranks(4).run(pass_on) == expected
+
+
+def test_virtual_ranks_send_on_what_an_earlier_batch_brings() -> None:
+    transports = virtual_transports(3)
+    numbers = [[torch.tensor([float(rank)]), *torch.zeros(2, 1)] for rank in range(3)]
+    for hop in range(2):
+        for rank, transport in enumerate(transports):
+            transport.post(
+                [
+                    Message(numbers[rank][hop], (rank + 1) % 3, receive=False),
+                    Message(numbers[rank][hop + 1], (rank - 1) % 3, receive=True),
+                ]
+            )
+    for transport in transports:
+        transport.wait()
+    assert [[int(x) for x in own] for own in numbers] == [[0, 2, 1], [1, 0, 2], [2, 1, 0]]
+
+
+class Request:
+    """What torch.distributed returns for a message."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        """Count."""
+        self.waits += 1
+
+
+@pytest.mark.parametrize("gloo", [False, True])
+def test_the_messages_of_all_batches_are_awaited(
+    gloo: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's at the end, where its stream has them in order; gloo's before the next batch."""
+    requests: list[Request] = []
+
+    def start(operations: list[Any]) -> list[Request]:
+        new = [Request() for _ in operations]
+        requests.extend(new)
+        return new
+
+    monkeypatch.setattr(distributed, "_is_gloo", lambda group, device: gloo)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
+    monkeypatch.setattr(dist, "P2POp", lambda *args, **kwargs: args)
+    monkeypatch.setattr(dist, "batch_isend_irecv", start)
+    group: Any = type("Group", (), {})()
+    transport = DistributedTransport(group, torch.device("cpu"))
+    for batch in range(3):
+        transport.post([Message(torch.ones(2), 1, receive=way) for way in (True, False)])
+        assert [request.waits for request in requests] == [int(gloo)] * 2 * batch + [0, 0]
+    transport.wait()
+    assert [request.waits for request in requests] == [1] * 6
+    transport.wait()
+    assert [request.waits for request in requests] == [1] * 6, "and then forgotten"
