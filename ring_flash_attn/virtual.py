@@ -72,11 +72,12 @@ def virtual_ring_attention(
         packed,
         heads_k_stride,
         sources_per_launch,
-        return_attn_probs=True,
+        return_attn_probs=return_attn_probs,
         **options,
     )
-    out = unshard([result[0] for result in results], layout, cu_seqlens=cu_seqlens)
     if not return_attn_probs:
-        return out
+        outs = [out for out in results if isinstance(out, Tensor)]
+        return unshard(outs, layout, cu_seqlens=cu_seqlens)
+    out = unshard([result[0] for result in results], layout, cu_seqlens=cu_seqlens)
     lse = unshard([result[1] for result in results], layout, cu_seqlens=cu_seqlens, dim=-1)
     return out, lse, None
