@@ -80,12 +80,13 @@ class OneRank:
 
 
 class Stage:
-    """Makes contenders; they share prepared data, and shards where these have one size."""
+    """Makes contenders; they share prepared data, buffers, and shards where these have one size."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.bank = Bank(scenario.device)
         self._shards: dict[int, tuple[QKV, Tensor]] = {}
+        self._free: Free = {}
 
     def data(self, tokens: int) -> tuple[QKV, Tensor]:
         """(q, k, v) and dout of so many tokens."""
@@ -99,13 +100,13 @@ class Stage:
         Args:
             rank: which.
             link: how it reaches the others; None: messages cost nothing.
-            keeps_buffers: from run to run, which messages that cost nothing need for sane numbers;
-                only their memory is not as it would be.
+            keeps_buffers: from run to run, which messages that cost nothing need for sane numbers.
+                All such ranks share them; their memory is not as it would be.
         """
         scenario = self.scenario
         shard, dout = self.data(scenario.size(rank))
         peers = Peers(scenario.device, link, self.bank)
-        free: Free | None = {} if keeps_buffers and link is None else None
+        free = self._free if keeps_buffers and link is None else None
         job = rank_job(
             scenario.route, scenario.problem, rank, shard, scenario.options, peers.transport, free
         )

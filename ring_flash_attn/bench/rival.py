@@ -45,15 +45,20 @@ class RivalRank:
         block: who computes a block.
         rank: which.
         link: how it reaches the others; None: messages cost nothing.
-        keeps_buffers: from run to run, as in `Stage.rank`.
+        recycler: keeps buffers from run to run, which messages that cost nothing need.
     """
 
     def __init__(
-        self, stage: Stage, block: Block, rank: int, link: Link | None, keeps_buffers: bool = True
+        self,
+        stage: Stage,
+        block: Block,
+        rank: int,
+        link: Link | None,
+        recycler: Recycler | None = None,
     ) -> None:
         scenario = stage.scenario
         self._shard, self._dout = stage.data(scenario.tokens)
-        self._recycler = Recycler() if keeps_buffers and link is None else None
+        self._recycler = recycler
         transport: Callable[[], Transport] = Peers(scenario.device, link, stage.bank).transport
         self._ring = ZigzagRing(
             rank,
@@ -61,7 +66,7 @@ class RivalRank:
             transport,
             block,
             scripted_merge() if scenario.device.type == "cuda" else merge,
-            torch.empty_like if self._recycler is None else self._recycler.make,
+            torch.empty_like if recycler is None else recycler.make,
         )
         precision = torch.promote_types(scenario.dtype, torch.float32)
         for dtype in (scenario.dtype, precision):

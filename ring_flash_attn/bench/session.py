@@ -16,7 +16,7 @@ from .existing import Block
 from .holdings import Walked, walk_through
 from .link import Link
 from .report import Design, Measured, Peak, RankResult, Replay, Times
-from .rival import NAME, BlockAlone, RivalRank, rival_pairs
+from .rival import NAME, BlockAlone, Recycler, RivalRank, rival_pairs
 from .scenario import Scenario
 from .timeline import Bar
 from .timing import Stopwatch, Timing, interleaved, peak_bytes
@@ -101,10 +101,11 @@ class Session:
         stage, link = self._stage, self._link
         self._add(NAME, _BASE, BlockAlone(stage, block, True))
         self._add(NAME, _FULL, BlockAlone(stage, block, False))
+        recycler = Recycler()
         for rank in self._scenario.ranks:
+            free, bare = (RivalRank(stage, block, rank, None, kept) for kept in (recycler, None))
             linked = None if link is None else RivalRank(stage, block, rank, link)
-            bare = RivalRank(stage, block, rank, None, keeps_buffers=False)
-            self._add(NAME, _who(rank), RivalRank(stage, block, rank, None), linked, bare)
+            self._add(NAME, _who(rank), free, linked, bare)
 
     def _add(
         self,
@@ -114,7 +115,7 @@ class Session:
         linked: Contender | None = None,
         bare: Contender | None = None,
     ) -> None:
-        """Without communication, and over the link; `bare` is for memory, where `free` keeps any."""
+        """Without communication, and over the link; `bare` is for memory if `free` keeps some."""
         self._report(f"memory of {Key(design, who)}")
         held = free if bare is None else bare
         device = self._scenario.device
