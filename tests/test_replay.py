@@ -110,7 +110,7 @@ class Spy:
 
 
 @pytest.mark.parametrize("route", route_names())
-def test_a_rank_alone_launches_what_it_does_among_others(route: str) -> None:
+def test_a_rank_alone_launches_what_its_plans_say(route: str) -> None:
     for rank in range(3):
         alone = stage(route=route).rank(rank, None)
         spy = Spy(alone.job.kernel)

@@ -42,7 +42,7 @@ def test_a_post_takes_its_time_and_posts_queue_up() -> None:
     assert first.tensor.std() > 0.5
     start = time.perf_counter()
     transport.wait()  # nothing is under way
-    assert time.perf_counter() - start < 0.005
+    assert time.perf_counter() - start < 0.03
 
 
 def test_a_transfer_is_hidden_behind_work() -> None:
@@ -56,15 +56,15 @@ def test_a_transfer_is_hidden_behind_work() -> None:
 
 
 def test_two_ends_share_a_link_and_wait_for_their_own() -> None:
-    peers = Peers(CPU, Link("slow", 1e6, 0.05), Bank(CPU))
+    peers = Peers(CPU, Link("slow", 1e6, 0.2), Bank(CPU))
     one, other = peers.transport(), peers.transport()
     start = time.perf_counter()
     one.post([received(1, 1, 1, 1)])
     other.post([received(1, 1, 1, 1)])
     one.wait()
-    assert 0.05 <= time.perf_counter() - start < 0.1
+    assert 0.2 <= time.perf_counter() - start < 0.38
     other.wait()
-    assert time.perf_counter() - start >= 0.1
+    assert time.perf_counter() - start >= 0.4
 
 
 def test_removed_messages_fill_a_buffer_once() -> None:
