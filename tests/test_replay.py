@@ -21,6 +21,7 @@ from ring_flash_attn.bench.scenario import Scenario
 from ring_flash_attn.bench.timeline import BACKWARD, COMPUTE, FORWARD, TRANSFERS
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.drawing.timeline import draw_timeline
+from ring_flash_attn.cli.replaying import notes
 from ring_flash_attn.layout import layout_names
 from ring_flash_attn.plan import Payload, Plan, Side, Transfer, make_plan, route_names
 
@@ -276,6 +277,20 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
             replay(**small(**changes))
     with pytest.raises(NotImplementedError, match="needs a GPU"):
         replay(**small(kernel="triton"))
+
+
+def test_a_host_that_is_too_slow_is_named(found: Replay) -> None:
+    """Where queueing takes longer than the device, times are not the device's."""
+
+    def with_host(*host: float) -> Replay:
+        first, *others = found.ours.ranks
+        slow = replace(first, measured=replace(measured(3, 5, 4, 6), host=Times(*host)))
+        fine = [replace(each, measured=measured(3, 5)) for each in others]
+        ours = replace(found.ours, ranks=(slow, *fine))
+        return replace(found, ours=ours, existing=None, device="a GPU")
+
+    says = [list(notes(with_host(*host))) for host in ((4, 6), (4.5, 6), (4, 6.5))]
+    assert ["work of ranks 0 than" in lines[-1] for lines in says] == [False, True, True]
 
 
 # The command line.

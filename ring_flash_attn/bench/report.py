@@ -46,7 +46,7 @@ class Measured:
     Attributes:
         removed: with messages that cost nothing; all there is on one device.
         linked: over the emulated link, if there is one.
-        host: ms until everything was queued, with messages that cost nothing.
+        host: ms until all was queued of what `times` says.
         peak: None where it cannot be measured.
     """
 
@@ -59,6 +59,11 @@ class Measured:
     def times(self) -> Times:
         """What counts: over the link, if there is one."""
         return self.removed if self.linked is None else self.linked
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether queueing took longer than the device did, so that times are the host's."""
+        return self.host.forward > self.times.forward or self.host.both > self.times.both
 
     @property
     def exposed(self) -> Times | None:

@@ -143,9 +143,12 @@ class Session:
     def _measured(self, design: str, who: str) -> Measured:
         key = Key(design, who)
         over = key._replace(linked=True)
-        linked = self._times(over) if over in self._timings else None
+        is_linked = over in self._timings
         return Measured(
-            self._times(key), linked, self._times(key, host=True), self._peaks[design, who]
+            self._times(key),
+            self._times(over) if is_linked else None,
+            self._times(over if is_linked else key, host=True),
+            self._peaks[design, who],
         )
 
     def _design(

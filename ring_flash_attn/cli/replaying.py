@@ -115,11 +115,14 @@ def notes(replay: Replay) -> Iterator[str]:
     yield "eff.: world size × base / measured. full: the same with the base's pairs at the rate of "
     yield "      'no mask'. exposed: ms with the link less ms with communication removed."
     yield "MiB: most memory above inputs, outputs and gradients; n/a on the CPU."
-    host = replay.ours.slowest(both=True).measured
     if replay.device.startswith("cpu"):
         yield "On the CPU these are times of the host, and say little about GPUs."
-    elif host.host.both > host.removed.both:
-        yield (
-            f"The host took {host.host.both:.3f} ms to queue what the device did in "
-            f"{host.removed.both:.3f} ms: the host is the bottleneck."
-        )
+        return
+    for design in (replay.ours, replay.existing):
+        ranks = [] if design is None else design.ranks
+        bound = [str(each.rank) for each in ranks if each.measured.is_host_bound]
+        if design is not None and bound:
+            yield (
+                f"{design.name}: the host took longer to queue the work of ranks "
+                f"{', '.join(bound)} than the device to do it; these times are the host's."
+            )
