@@ -351,6 +351,8 @@ def test_the_command_without_communication() -> None:
         (("--cu-seqlens", "0,x"), "0,x"),
         (("--existing",), "FlashAttention-2"),
         (("--device", "abacus"), "abacus"),
+        (("--json", "/"), "cannot write /"),
+        (("--svg", "/dev/null/picture.svg"), "cannot write /dev/null"),
     ],
 )
 def test_wrong_options_are_refused_by_name(arguments: tuple[str, ...], word: str) -> None:

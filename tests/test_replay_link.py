@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from ring_flash_attn.bench import LINKS, Link, find_link
-from ring_flash_attn.bench.pace import Bank, Peers
+from ring_flash_attn.bench import LINKS, Link, find_link, pace
+from ring_flash_attn.bench.pace import Bank, CudaWire, Peers
 from ring_flash_attn.comm import Message
 
 CPU = torch.device("cpu")
@@ -78,6 +80,75 @@ def test_removed_messages_fill_a_buffer_once() -> None:
     transport.post([message])
     transport.wait()
     assert (message.tensor == 7).all()
+
+
+class FakeStream:
+    """Notes what is asked of it, and what is queued while it is the current one."""
+
+    def __init__(self, name: str, log: list[tuple[object, ...]]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._log.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self._log.append((self.name, "waits for", event.after))
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent(len(self._log))
+
+
+@dataclass(frozen=True)
+class FakeEvent:
+    """Stands behind so many entries of the log."""
+
+    after: int
+
+
+class FakeClock:
+    """Writes to the log instead of the GPU's queue."""
+
+    def __init__(self, log: list[tuple[object, ...]]) -> None:
+        self._log = log
+
+    def note(self, start: torch.Tensor) -> None:
+        self._log.append(("side", "notes the time"))
+
+    def spin(self, start: torch.Tensor, seconds: float) -> None:
+        self._log.append(("side", "spins", seconds))
+
+
+def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of events, on streams that are none."""
+    log: list[tuple[object, ...]] = []
+    main, side = FakeStream("main", log), FakeStream("side", log)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    wire = CudaWire.__new__(CudaWire)
+    wire._clock, wire._device, wire._stream = FakeClock(log), CPU, side  # type: ignore[assignment]
+    wire._start = torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr(pace, "wire_of", lambda device: wire)
+    peers = Peers(CPU, Link("own", 1e3, 1.0), Bank(CPU))
+    one, other = peers.transport(), peers.transport()
+    message = received(2, 1, 1, 1)
+    one.post([message])  # 8 bytes
+    one.post([sent(500)])  # 2000 bytes
+    other.post([received(1, 1, 1, 1)])  # 4 bytes
+    one.wait()
+    other.wait()
+    posts = [
+        [("side", "waits for", "main"), ("side", "notes the time"), ("side", "spins", seconds)]
+        for seconds in (1.008, 3.0, 1.004)
+    ]
+    assert log == [
+        *posts[0],
+        *posts[1],
+        *posts[2],
+        ("main", "waits for", 6),
+        ("main", "waits for", 9),
+    ]
+    assert message.tensor.isfinite().all()
 
 
 def test_links_by_name_and_in_numbers() -> None:

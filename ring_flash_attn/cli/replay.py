@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -80,6 +81,8 @@ def replay(
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=_WIDTH)
     try:
+        for path in (json_file, svg):
+            _check_output(path)
         with console.status("replaying") as status:
             found = run_replay(
                 world_size=world_size,
@@ -116,9 +119,20 @@ def replay(
         (svg, lambda: draw_timeline(found)),
     ):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text(), encoding="utf-8")
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def _check_output(path: Path | None) -> None:
+    """ValueError now rather than after minutes if the file cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"cannot write {path}")
 
 
 def _offsets(text: str) -> list[int]:
