@@ -134,12 +134,15 @@ def nan_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("route", route_names())
 @pytest.mark.parametrize("link", [None, FAST], ids=["removed", "emulated"])
-def test_numbers_are_sane(route: str, link: Link | None, nan_memory: None) -> None:
+def test_numbers_are_sane(
+    route: str, link: Link | None, dtype: torch.dtype, nan_memory: None
+) -> None:
     heads = 1 if route == "all_gather" else None
-    one_rank = stage(route=route, heads_k_stride=heads).rank(1, link)
-    for _ in range(3):
+    one_rank = stage(route=route, heads_k_stride=heads, dtype=dtype).rank(1, link)
+    for _ in range(30):
         assert all(x.isfinite().all() for x in tensors(one_rank))
 
 

@@ -77,9 +77,11 @@ def test_removed_messages_fill_a_buffer_once() -> None:
     assert message.tensor.isfinite().all()
     assert 3 < rows.tensor.min() < rows.tensor.max() < 15  # as a log-sum-exp
     message.tensor.fill_(7)
-    transport.post([message])
+    rows.tensor.fill_(-torch.inf)
+    transport.post([message, rows])
     transport.wait()
     assert (message.tensor == 7).all()
+    assert rows.tensor.isfinite().all()  # a state may have been there
 
 
 class FakeStream:
@@ -126,7 +128,8 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     wire = CudaWire.__new__(CudaWire)
-    wire._clock, wire._device, wire._stream = FakeClock(log), CPU, side  # type: ignore[assignment]
+    wire._device, wire._stream = CPU, side  # type: ignore[assignment]
+    monkeypatch.setattr(pace, "_clock", lambda: FakeClock(log))
     wire._start = torch.zeros(1, dtype=torch.int64)
     monkeypatch.setattr(pace, "wire_of", lambda device: wire)
     peers = Peers(CPU, Link("own", 1e3, 1.0), Bank(CPU))

@@ -105,7 +105,8 @@ class Stage:
         """
         scenario = self.scenario
         shard, dout = self.data(scenario.size(rank))
-        peers = Peers(scenario.device, link, self.bank)
+        wide = scenario.dtype.itemsize >= torch.float32.itemsize
+        peers = Peers(scenario.device, link, self.bank, always_copies=wide)
         free = self._free if keeps_buffers and link is None else None
         job = rank_job(
             scenario.route, scenario.problem, rank, shard, scenario.options, peers.transport, free

@@ -7,10 +7,12 @@ needs a message waits as it would, and one that does not is not held up.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -24,6 +26,11 @@ Copies = Sequence[tuple[Tensor, Tensor]]  # (target, source)
 _ROW = 9.0  # about the log-sum-exp of 8192 scores
 
 
+def is_row(tensor: Tensor) -> bool:
+    """Whether a message holds a number for each row and head, rather than a vector."""
+    return tensor.dim() == 3
+
+
 class Bank:
     """Prepared data of each kind: normally distributed, numbers of rows around an usual lse."""
 
@@ -33,11 +40,11 @@ class Bank:
 
     def like(self, tensor: Tensor) -> Tensor:
         """Data for a message (seqlen, batch, nheads, …); the same memory for all of its kind."""
-        is_row = tensor.dim() == 3
-        kept = self._kept.get((tensor.dtype, is_row))
+        row = is_row(tensor)
+        kept = self._kept.get((tensor.dtype, row))
         if kept is None or kept.numel() < tensor.numel():
             kept = torch.randn(tensor.numel(), dtype=tensor.dtype, device=self._device)
-            self._kept[tensor.dtype, is_row] = kept.add_(_ROW) if is_row else kept
+            self._kept[tensor.dtype, row] = kept.add_(_ROW) if row else kept
         return kept[: tensor.numel()].view(tensor.shape)
 
 
@@ -87,9 +94,7 @@ class CudaWire:
     """A stream beside the others, of high priority, so that full GPUs let its small kernels in."""
 
     def __init__(self, device: torch.device) -> None:
-        from . import clock  # needs triton
-
-        self._clock, self._device = clock, device
+        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._start = torch.zeros(1, dtype=torch.int64, device=device)  # used in stream order
 
@@ -99,10 +104,12 @@ class CudaWire:
         with torch.cuda.stream(self._stream):
             if recorder is not None:
                 recorder.begin(TRANSFERS, label)
-            self._clock.note(self._start)
+            if seconds:
+                _clock().note(self._start)
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-            self._clock.spin(self._start, seconds)
+            if seconds:
+                _clock().spin(self._start, seconds)
             if recorder is not None:
                 recorder.end(TRANSFERS)
 
@@ -114,6 +121,12 @@ class CudaWire:
         """The current stream waits for it, the host does not."""
         assert isinstance(ticket, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(ticket)
+
+
+def _clock() -> ModuleType:
+    from . import clock  # needs triton
+
+    return clock
 
 
 @cache
@@ -136,38 +149,45 @@ class Peers:
     """All other ranks of a group, for one rank that is alone.
 
     Attributes:
-        link: how they are reached; None: messages cost nothing. Then what a buffer holds when it is
-            seen for the first time is replaced by prepared data, and later left as it is. So
-            buffers have to stay the same from walk to walk (`Local.free`).
-        recorder: is told of each post, if there is one.
+        link: how they are reached; None: messages cost nothing. Then a buffer gets prepared data
+            when it is seen for the first time, and is later left as it is. So buffers have to stay
+            the same from walk to walk (`Local.free`).
+        always_copies: even if messages cost nothing. In fp32 and fp64, what kernels read lies where
+            gradients were, and would grow from run to run. Numbers of rows, which are few, are
+            always copied: as an lse, what a state left behind may be −inf.
+        recorder: is told of each post over the link, if there is one.
     """
 
-    def __init__(self, device: torch.device, link: Link | None, bank: Bank) -> None:
-        self.link, self._bank = link, bank
+    def __init__(
+        self, device: torch.device, link: Link | None, bank: Bank, always_copies: bool = False
+    ) -> None:
+        self.link, self._bank, self.always_copies = link, bank, always_copies
         self.recorder: Recorder | None = None
-        self._wire = None if link is None else wire_of(device)
+        self._wire = wire_of(device)
         self._filled: set[tuple[int, torch.Size, torch.dtype]] = set()
 
     def transport(self) -> ReplayTransport:
         """An end for one walk."""
-        return ReplayTransport(self._removed if self.link is None else self._carried)
+        return ReplayTransport(self._post)
 
-    def _carried(self, messages: Sequence[Message], number: int) -> Callable[[], None]:
-        link, wire = self.link, self._wire
-        assert link is not None
-        assert wire is not None
-        copies = [(m.tensor, self._bank.like(m.tensor)) for m in messages if m.receive]
-        seconds = link.seconds(*sizes(messages))
-        wire.carry(copies, seconds, str(number), self.recorder)
-        ticket = wire.ticket()
-        return lambda: wire.join(ticket)
+    def _post(self, messages: Sequence[Message], number: int) -> Callable[[], None] | None:
+        arriving = [message.tensor for message in messages if message.receive]
+        seconds, recorder = 0.0, None
+        if self.link is None:
+            arriving = [tensor for tensor in arriving if self._wants_data(tensor)]
+            if not arriving:
+                return None
+        else:
+            seconds, recorder = self.link.seconds(*sizes(messages)), self.recorder
+        copies = [(tensor, self._bank.like(tensor)) for tensor in arriving]
+        self._wire.carry(copies, seconds, str(number), recorder)
+        return functools.partial(self._wire.join, self._wire.ticket())
 
-    def _removed(self, messages: Sequence[Message], number: int) -> None:
-        for tensor in (m.tensor for m in messages if m.receive):
-            key = tensor.data_ptr(), tensor.shape, tensor.dtype
-            if key not in self._filled:
-                self._filled.add(key)
-                tensor.copy_(self._bank.like(tensor))
+    def _wants_data(self, tensor: Tensor) -> bool:
+        key = tensor.data_ptr(), tensor.shape, tensor.dtype
+        is_new = key not in self._filled
+        self._filled.add(key)
+        return is_new or self.always_copies or is_row(tensor)
 
 
 class ReplayTransport:
@@ -184,7 +204,7 @@ class ReplayTransport:
     def post(self, messages: Sequence[Message]) -> None:
         """Queue a post; nothing happens for one without messages."""
         if messages:
-            self._join = self._post(messages, self._posts)
+            self._join = self._post(messages, self._posts) or self._join
         self._posts += 1
 
     def wait(self) -> None:
