@@ -17,7 +17,7 @@ from .comm import Transport
 from .kernels.base import Call, Grads, Kernel, Saved, State, as_block, as_direct
 from .kernels.merge import merge
 from .plan import Payload, Side, Work
-from .walk import Field, Only, Path, Views, Walker, walk
+from .walk import Field, Free, Only, Path, Views, Walker, walk
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -29,11 +29,13 @@ class Local:
     Attributes:
         forward, backward: its steps.
         transport: makes a fresh end for each walk.
+        free: buffers that stay from walk to walk; None: each walk makes its own.
     """
 
     forward: Path
     backward: Path
     transport: Callable[[], Transport]
+    free: Free | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,7 @@ class _Forward(Walker):
         q, k, v = shard
         self.job = job
         call = job.call
-        super().__init__(local.forward, local.transport(), q.shape[0], q.device)
+        super().__init__(local.forward, local.transport(), q.shape[0], q.device, local.free)
         group = call.nheads // call.nheads_k
         self.fields = {
             (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, call.dtype),),
@@ -298,7 +300,7 @@ class _Backward(Walker):
         q, k, v = shard
         self.job = job
         call = job.call
-        super().__init__(local.backward, local.transport(), q.shape[0], q.device)
+        super().__init__(local.backward, local.transport(), q.shape[0], q.device, local.free)
         group = call.nheads // call.nheads_k
         row, out = Field(group, None, call.state_dtype), Field(group, call.headdim_v, call.dtype)
         self.fields = {

@@ -48,7 +48,7 @@ def run_batch(
     lengths_q = (q.shape[1] * world_size if seqlen is None else int(seqlen),)
     lengths_k = (k.shape[1] * world_size if seqlen_k is None else int(seqlen_k),)
     same = {"seqlen_q": lengths_q, "seqlen_k": lengths_k, "batch": q.shape[0]}
-    problem = _problem(
+    problem = make_problem(
         layout,
         route,
         lengths_q,
@@ -84,7 +84,7 @@ def run_local_documents(
         checks.check_total(local, tensor[0], name, "cu_seqlens")
     lengths = tuple(length * world_size for length in local)
     same = {"total": q.shape[1], "documents": len(lengths), **_values(cu_seqlens=lengths)}
-    problem = _problem(layout, route, lengths, lengths, world_size, opts, k.shape[2])
+    problem = make_problem(layout, route, lengths, lengths, world_size, opts, k.shape[2])
     return run_on_group(route, problem, q, k, v, opts, group, same, packed=True)
 
 
@@ -118,7 +118,7 @@ def run_documents(
         "documents": len(lengths_q),
         **_values(cu_seqlens=lengths_q, cu_seqlens_k=lengths_k),
     }
-    problem = _problem(
+    problem = make_problem(
         layout,
         route,
         lengths_q,
@@ -247,7 +247,7 @@ def single_job(
     else:
         checks.check_total(lengths[0], q, "q", "cu_seqlens_q")
         checks.check_total(lengths[1], k, "k", "cu_seqlens_k")
-    problem = _problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2])
+    problem = make_problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2])
     job = virtual_job("ring", problem, [shard], opts)
     if key is not None:
         if len(_ready) >= _READY:
@@ -292,7 +292,7 @@ def run_virtual(
     """All ranks in this process, one shard (q, k, v) each."""
     opts = Options(**options)
     shards = [_prepare(*shard, packed=packed) for shard in shards]
-    problem = _problem(
+    problem = make_problem(
         layout,
         route,
         lengths_q,
@@ -343,7 +343,7 @@ def _check_documents(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> None
         )
 
 
-def _problem(
+def make_problem(
     layout: str,
     route: str,
     lengths_q: tuple[int, ...],
@@ -354,6 +354,7 @@ def _problem(
     heads_k_stride: int | None = None,
     sources_per_launch: int | None = None,
 ) -> Problem:
+    """What is to be computed; ValueError where that makes no sense."""
     check_route(route)
     _check_documents(lengths_q, lengths_k)
     if heads_k_stride is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +16,7 @@ from .kernels.base import Call, choose_kernel
 from .llama3 import Llama3Problem
 from .plan import Problem, Side, make_plan
 from .tiles import Mask
-from .walk import Path
+from .walk import Free, Path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -131,6 +131,32 @@ def virtual_job(route: str, problem: Problem, shards: Sequence[QKV], opts: Optio
         _check_shard(problem, local, q, k)
     call = _call(*shards[0], opts, problem)
     return Job(ranks, choose_kernel(opts.kernel, call), call)
+
+
+def rank_job(
+    route: str,
+    problem: Problem,
+    rank: int,
+    shard: QKV,
+    opts: Options,
+    transport: Callable[[], comm.Transport],
+    free: Free | None = None,
+) -> Job:
+    """What runs one rank of many on this shard, or others of its shape, whoever the others are.
+
+    Args:
+        route: its name.
+        problem: what all ranks compute together.
+        rank: which of them.
+        shard: q, k, v of this rank.
+        opts: everything else.
+        transport: makes this rank's end of the group for each walk.
+        free: buffers that stay from walk to walk; None: each walk makes its own.
+    """
+    local = replace(_plan(route, problem, rank, transport), free=free)
+    _check_shard(problem, local, *shard[:2])
+    call = _call(*shard, opts, problem)
+    return Job((local,), choose_kernel(opts.kernel, call), call)
 
 
 def run_job(

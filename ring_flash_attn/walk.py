@@ -60,6 +60,7 @@ class Field:
 Fields = tuple[Field, ...]
 Views = tuple[Tensor, ...]
 Buffers = tuple[Tensor, ...]
+Free = dict[tuple[torch.Size, torch.dtype], list[Tensor]]  # buffers that nobody uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,16 +196,25 @@ class Walker:
         transport: this rank's end of the group.
         batch: sequences in the batch.
         device: of all tensors.
+        free: buffers of earlier walks, which this one takes and leaves for the next; None: it makes
+            its own.
     """
 
     fields: dict[tuple[Payload, Side], Fields]
     home: dict[tuple[Payload, Side], Views]  # this rank's own shards, as kernels see them
 
-    def __init__(self, path: Path, transport: Transport, batch: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        path: Path,
+        transport: Transport,
+        batch: int,
+        device: torch.device,
+        free: Free | None = None,
+    ) -> None:
         self.path, self.plan, self.rank = path, path.plan, path.plan.rank
         self._transport, self._batch, self._device = transport, batch, device
         self._buffers: dict[_Slot, Buffers] = {}
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._free: Free = {} if free is None else free
         self._arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
 
     # What subclasses fill in.
@@ -354,14 +364,15 @@ class Walker:
         for field in fields:
             last = () if field.headdim is None else (field.headdim,)
             shape = torch.Size((size, self._batch, (heads[1] - heads[0]) * field.heads, *last))
-            free = self._free[shape, field.dtype]
-            new = torch.empty(shape, dtype=field.dtype, device=self._device) if not free else None
-            buffers.append(free.pop() if new is None else new)
+            free = self._free.get((shape, field.dtype))
+            buffers.append(
+                free.pop() if free else torch.empty(shape, dtype=field.dtype, device=self._device)
+            )
         return tuple(buffers)
 
     def _give_back(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:
-            self._free[buffer.shape, buffer.dtype].append(buffer)
+            self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
 
 def _cut(buffers: Iterable[Tensor], rows: Sequence[slice]) -> list[Tensor]:

@@ -6,12 +6,13 @@ import typer
 
 from .draw import draw
 from .info import info
+from .replay import replay
 from .tune import tune
 from .verify import verify
 
 app = typer.Typer(
     name="rfa",
-    help="Exact attention over many GPUs: verify it, look at it, draw it, tune it.",
+    help="Exact attention over many GPUs: verify it, look at it, draw it, tune it, time it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -20,3 +21,4 @@ app.command()(verify)
 app.command()(info)
 app.command()(draw)
 app.command()(tune)
+app.command()(replay)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..comm import launch
-from ..kernels.base import AUTO, check_kernel, kernel_names
+from ..kernels.base import AUTO, NATIVE, check_kernel, kernel_names
 from ..layout import get_layout, layout_names
 from ..plan import check_route, route_names
 from .verifying.answers import torch_dtype
@@ -42,7 +42,8 @@ def verify(
         list[str] | None, typer.Option(help=f"Only these: {', '.join(route_names())}.")
     ] = None,
     kernel: Annotated[
-        list[str] | None, typer.Option(help=f"Each of these: {AUTO}, {', '.join(kernel_names())}.")
+        list[str] | None,
+        typer.Option(help=f"Each of these: {', '.join((AUTO, NATIVE, *kernel_names()))}."),
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help="Everything in each of these; by default a mixture.")

@@ -30,11 +30,7 @@ def draw_svg(schedules: Sequence[Schedule]) -> str:
         x = _MARGIN + number * (_PANEL + _GAP)
         parts += _panel(schedule, x, top, _PICTURE / longest)
     body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
-        f'width="{width:g}" height="{height:g}" font-family="{_FONT}" role="img">\n'
-        f"<title>{escape(_title(schedules))}</title>\n{_HATCH}\n{body}\n</svg>\n"
-    )
+    return frame(width, height, _title(schedules), f"{_HATCH}\n{body}")
 
 
 # Idle time: thin diagonal lines.
@@ -50,9 +46,10 @@ def _title(schedules: Sequence[Schedule]) -> str:
     return f"Who computes what, and when: {names}, {schedules[0].world_size} ranks"
 
 
-def _text(
+def write(
     x: float, y: float, text: str, size: float = 11, anchor: str = "start", extra: str = ""
 ) -> str:
+    """A line of text."""
     fill = "" if "fill=" in extra else f' fill="{_TEXT}"'
     return (
         f'<text x="{x:.4g}" y="{y:.4g}" font-size="{size:g}" text-anchor="{anchor}"{fill}'
@@ -60,10 +57,20 @@ def _text(
     )
 
 
-def _box(x: float, y: float, width: float, height: float, fill: str, extra: str = "") -> str:
+def box(x: float, y: float, width: float, height: float, fill: str, extra: str = "") -> str:
+    """A rectangle."""
     return (
         f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" fill="{fill}"'
         f"{' ' + extra if extra else ''}/>"
+    )
+
+
+def frame(width: float, height: float, title: str, body: str) -> str:
+    """The whole file."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" font-family="{_FONT}" role="img">\n'
+        f"<title>{escape(title)}</title>\n{body}\n</svg>\n"
     )
 
 
@@ -78,8 +85,8 @@ def _legend(world_size: int, width: float) -> tuple[list[str], float]:
         if x + space > width and x > _MARGIN:
             x, y = _MARGIN, y + 20
         if fill:
-            parts.append(_box(x, y - 10, swatch, 12, fill, 'rx="2"'))
-        parts.append(_text(x + swatch + (5 if fill else 0), y, text, 12))
+            parts.append(box(x, y - 10, swatch, 12, fill, 'rx="2"'))
+        parts.append(write(x + swatch + (5 if fill else 0), y, text, 12))
         x += space + 12
     return parts, y + 84
 
@@ -87,8 +94,8 @@ def _legend(world_size: int, width: float) -> tuple[list[str], float]:
 def _panel(schedule: Schedule, x: float, top: float, scale: float) -> Iterator[str]:
     layout = schedule.problem.layout
     says = (layout.split.__doc__ or "").split(".")[0].split(":")[0]
-    yield _text(x, top - 50, f"{layout.name} × {schedule.route}", 16, extra='font-weight="600"')
-    yield _text(x, top - 32, says, 11)
+    yield write(x, top - 50, f"{layout.name} × {schedule.route}", 16, extra='font-weight="600"')
+    yield write(x, top - 32, says, 11)
     yield from _mask(schedule, x + _GUTTER, top)
     yield from _timeline(schedule, x + _GUTTER, top + _PICTURE + 40, scale)
 
@@ -97,15 +104,15 @@ def _mask(schedule: Schedule, x: float, y: float) -> Iterator[str]:
     """Queries downwards, keys to the right; edges show the ranks that hold them."""
     owners = schedule.owners()
     cell = _PICTURE / max(1, len(owners))
-    yield _text(x, y - 15, "keys →", 10)
+    yield write(x, y - 15, "keys →", 10)
     turned = f'transform="rotate(90 {x - 21:.4g} {y:.4g})"'
-    yield _text(x - 21, y, "queries →", 10, extra=turned)
-    yield _box(x, y, _PICTURE, _PICTURE, _TEXT, 'fill-opacity="0.10"')
+    yield write(x - 21, y, "queries →", 10, extra=turned)
+    yield box(x, y, _PICTURE, _PICTURE, _TEXT, 'fill-opacity="0.10"')
     for rank, run in groupby(range(len(owners)), key=owners.__getitem__):
         held = list(run)
         fill, start, length = colour(rank, schedule.world_size), held[0] * cell, len(held) * cell
-        yield _box(x + start, y - 10, length, 6, fill)
-        yield _box(x - 10, y + start, 6, length, fill)
+        yield box(x + start, y - 10, length, 6, fill)
+        yield box(x - 10, y + start, 6, length, fill)
     for patch in schedule.patches():
         yield from _patch(patch, x, y, cell, colour(patch.rank, schedule.world_size))
 
@@ -116,13 +123,13 @@ def _patch(patch: Patch, x: float, y: float, cell: float, fill: str) -> Iterator
     if not patch.solid:
         for query, key in patch.pairs:
             left, top = x + key * cell, y + query * cell
-            yield _box(left, top, cell - gap, cell - gap, fill)
-            yield from _number(left + cell / 2, top + cell / 2, patch.step, cell)
+            yield box(left, top, cell - gap, cell - gap, fill)
+            yield from number_in(left + cell / 2, top + cell / 2, patch.step, cell)
         return
     yield _area(patch, x, y, cell, gap, fill)
     query, key, side = _largest_square(patch.pairs)
     room = side * cell
-    yield from _number(x + key * cell + room / 2, y + query * cell + room / 2, patch.step, room)
+    yield from number_in(x + key * cell + room / 2, y + query * cell + room / 2, patch.step, room)
 
 
 def _area(patch: Patch, x: float, y: float, cell: float, gap: float, fill: str) -> str:
@@ -155,30 +162,31 @@ def _largest_square(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
     return query - side + 1, key - side + 1, side
 
 
-def _number(x: float, y: float, number: int, room: float) -> Iterator[str]:
+def number_in(x: float, y: float, number: int, room: float) -> Iterator[str]:
+    """A number in the middle of something, if there is room for it."""
     size = min(15.0, room * 0.62 / (1 + 0.4 * (len(str(number)) - 1)))
     if size >= 5:
-        yield _text(x, y + size * 0.36, str(number), size, "middle", 'fill="#fff"')
+        yield write(x, y + size * 0.36, str(number), size, "middle", 'fill="#fff"')
 
 
 def _timeline(schedule: Schedule, x: float, y: float, scale: float) -> Iterator[str]:
     """A lane for each rank; a step begins when the busiest rank has ended the one before."""
-    yield _text(x, y - 10, "time →", 10)
+    yield write(x, y - 10, "time →", 10)
     for rank in range(schedule.world_size):
         top, start = y + rank * _LANE, x
         fill = colour(rank, schedule.world_size)
         for step, time in enumerate(schedule.step_times):
             work = schedule.turns[step][rank].pairs * scale
             if time:
-                yield _box(start, top, time * scale, _LANE - 4, "url(#idle)", 'rx="2"')
+                yield box(start, top, time * scale, _LANE - 4, "url(#idle)", 'rx="2"')
             if work:
-                yield _box(start, top, max(0.5, work - 1), _LANE - 4, fill, 'rx="2"')
-                yield from _number(start + work / 2, top + _LANE / 2 - 2, step, min(work, 18))
+                yield box(start, top, max(0.5, work - 1), _LANE - 4, fill, 'rx="2"')
+                yield from number_in(start + work / 2, top + _LANE / 2 - 2, step, min(work, 18))
             start += time * scale
     bottom = y + schedule.world_size * _LANE + 14
     time, tokens = sum(schedule.step_times), LONGER * len(schedule.owners())
     share = f"{schedule.pairs} pairs in {schedule.world_size} × {time} slots of time"
     longer = f"{percent(schedule.longer().busy, 1)} with {tokens:,} tokens"
-    yield _text(x, bottom, f"{percent(schedule.busy)} busy", 14, extra='font-weight="600"')
-    yield _text(x, bottom + 17, share, 11)
-    yield _text(x, bottom + 32, longer, 11)
+    yield write(x, bottom, f"{percent(schedule.busy)} busy", 14, extra='font-weight="600"')
+    yield write(x, bottom + 17, share, 11)
+    yield write(x, bottom + 32, longer, 11)

@@ -1,0 +1,138 @@
+"""What is timed: a rank of many without the others, and the same kernel on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..attention import QKV, Job, backward, forward
+from ..job import rank_job, virtual_job
+from ..kernels.base import choose_kernel
+from ..walk import Free
+from .link import Link
+from .pace import Bank, Peers
+from .scenario import Scenario
+from .timeline import BACKWARD, Bar, RecordedKernel, Recorder
+
+Passes = tuple[tuple[Tensor, Tensor], QKV]  # (out, lse), (dq, dk, dv)
+
+
+class Contender(Protocol):
+    """Something that does a forward pass, or a forward and a backward pass, again and again."""
+
+    def forward(self) -> object:
+        """Returns what a user gets."""
+        ...
+
+    def both(self) -> object:
+        """Returns what a user gets of both passes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """A job of one rank and its data; a rank of many, or one device on its own.
+
+    Attributes:
+        job: what runs.
+        shard: q, k, v.
+        dout: gradient of the output.
+        peers: what stands in for the other ranks; None on one device.
+    """
+
+    job: Job
+    shard: QKV
+    dout: Tensor
+    peers: Peers | None = None
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        (result,) = forward(self.job, [self.shard], None)
+        return result
+
+    def both(self) -> Passes:
+        """(out, lse) and (dq, dk, dv)."""
+        result = self.forward()
+        return result, self._backward(self.job, result)
+
+    def _backward(self, job: Job, result: tuple[Tensor, Tensor]) -> QKV:
+        _, (grads,) = backward(job, [self.shard], None, [result], [(self.dout, None)])
+        return grads
+
+    def recorded(self) -> tuple[Bar, ...]:
+        """One forward and backward pass, with the times of its launches and transfers."""
+        recorder = Recorder(self.job.call.device)
+        plans = [p.plan for p in (self.job.ranks[0].forward, self.job.ranks[0].backward)]
+        kernel: Any = RecordedKernel(self.job.kernel, recorder, plans)
+        job = replace(self.job, kernel=kernel)
+        assert self.peers is not None, "a rank of many"
+        self.peers.recorder = recorder
+        try:
+            (result,) = forward(job, [self.shard], None)
+            recorder.direction = BACKWARD
+            self._backward(job, result)
+        finally:
+            self.peers.recorder = None
+        return recorder.bars()
+
+
+class Stage:
+    """Makes contenders; they share prepared data, buffers, and shards where these have one size."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.bank = Bank(scenario.device)
+        self._shards: dict[int, tuple[QKV, Tensor]] = {}
+        self._free: Free = {}
+
+    def data(self, tokens: int) -> tuple[QKV, Tensor]:
+        """(q, k, v) and dout of so many tokens."""
+        if tokens not in self._shards:
+            self._shards[tokens] = self.scenario.shard(tokens)
+        return self._shards[tokens]
+
+    def rank(self, rank: int, link: Link | None, keeps_buffers: bool = True) -> OneRank:
+        """A rank of many.
+
+        Args:
+            rank: which.
+            link: how it reaches the others; None: messages cost nothing.
+            keeps_buffers: from run to run, which messages that cost nothing need for sane numbers.
+                All such ranks share them; their memory is not as it would be.
+        """
+        scenario = self.scenario
+        shard, dout = self.data(scenario.size(rank))
+        wide = scenario.dtype.itemsize >= torch.float32.itemsize
+        peers = Peers(scenario.device, link, self.bank, always_copies=wide)
+        free = self._free if keeps_buffers and link is None else None
+        job = rank_job(
+            scenario.route, scenario.problem, rank, shard, scenario.options, peers.transport, free
+        )
+        return OneRank(job, shard, dout, peers)
+
+    def alone(self, causal: bool, lengths: tuple[int, ...]) -> OneRank:
+        """The same kernel on one device: documents of these lengths, as many tokens as a shard."""
+        scenario = self.scenario
+        shard, dout = self.data(scenario.tokens)
+        problem = scenario.alone(lengths, causal)
+        opts = replace(scenario.options, causal=causal)
+        return OneRank(virtual_job("ring", problem, [shard], opts), shard, dout)
+
+
+def with_chosen_kernel(scenario: Scenario) -> Scenario:
+    """The scenario with the kernel that it gets; an error with all reasons if there is none."""
+    heads = (scenario.nheads, scenario.nheads_k, scenario.nheads_k)
+    rows, headdim = scenario.size(scenario.ranks[0]), scenario.headdim
+    shapes = [(scenario.batch, rows, each, headdim) for each in heads]
+    q, k, v = (torch.empty(shape, dtype=scenario.dtype, device="meta") for shape in shapes)
+    opts = replace(scenario.options, kernel="reference")  # any device will do for now
+    job = rank_job(scenario.route, scenario.problem, scenario.ranks[0], (q, k, v), opts, _nobody)
+    call = replace(job.call, device=scenario.device)
+    return replace(scenario, kernel=choose_kernel(scenario.kernel, call).name)
+
+
+def _nobody() -> Any:
+    raise AssertionError("nothing is sent yet")

@@ -1,0 +1,135 @@
+"""What a rank holds and sends: its walk on tensors without memory, with a kernel that does nothing.
+
+The walkers are the real ones, so that buffers and messages are, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import Job, Local, backward, forward
+from ..comm import Message
+from ..kernels.base import Call, as_direct
+from ..plan import Payload, Plan, Side
+from ..walk import Free
+from .pace import Bank, sizes
+
+_INPUTS = {Side.KEY: "K, V", Side.QUERY: "Q"}
+_RESULTS = {(Side.QUERY, False): "out, lse", (Side.QUERY, True): "dQ", (Side.KEY, True): "dK, dV"}
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """What one pass of a rank comes to.
+
+    Attributes:
+        launches: of the kernel.
+        posts: with messages.
+        sent, received: bytes.
+        held: bytes beside inputs and outputs, by name.
+    """
+
+    launches: int
+    posts: int
+    sent: int
+    received: int
+    held: dict[str, int]
+
+
+class _Counter:
+    """A transport that counts, and a kernel that counts its launches."""
+
+    name = "counter"
+
+    def __init__(self, direct: bool, bank: Bank | None) -> None:
+        self.direct, self._bank = direct, bank
+        self.launches = self.posts = self.sent = self.received = 0
+
+    def post(self, messages: Sequence[Message]) -> None:
+        sent, received = sizes(messages)
+        self.posts += bool(messages)
+        self.sent += sent
+        self.received += received
+        for message in messages:
+            if message.receive and self._bank is not None:
+                self._bank.like(message.tensor)
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+    def why_not(self, call: Call) -> list[str]:
+        return []
+
+    def forward(self, *args: Any) -> None:
+        self.launches += 1
+
+    backward = forward
+
+    def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
+        batch, length, nheads, _ = out.shape
+        return out.new_empty((batch, nheads, length), dtype=call.state_dtype)
+
+
+def walk_through(job: Job, shard: Sequence[Tensor], bank: Bank | None = None) -> tuple[Walked, ...]:
+    """Both passes of the job's only rank; the bank gets ready for what will arrive."""
+    q, k, v = (torch.empty_like(x, device="meta") for x in shard)
+    batch, length, nheads, _ = q.shape
+    out = q.new_empty((batch, length, nheads, job.call.headdim_v))
+    lse = q.new_empty((batch, nheads, length), dtype=job.call.state_dtype)
+    found = []
+    for is_backward in (False, True):
+        counter, free = _Counter(as_direct(job.kernel) is not None, bank), Free()
+        dry = _dry(job, counter, free)
+        if is_backward:
+            backward(dry, [(q, k, v)], None, [(out, lse)], [(out, None)])
+        else:
+            forward(dry, [(q, k, v)], None)
+        held = _held(dry, (q, k, v), free, is_backward)
+        counts = (counter.launches, counter.posts, counter.sent, counter.received)
+        found.append(Walked(*counts, held))
+    return tuple(found)
+
+
+def _dry(job: Job, counter: _Counter, free: Free) -> Job:
+    (local,) = job.ranks
+    local = Local(local.forward, local.backward, lambda: counter, free)
+    return Job((local,), counter, replace(job.call, device=torch.device("meta")))
+
+
+def _held(job: Job, shard: Sequence[Tensor], free: Free, is_backward: bool) -> dict[str, int]:
+    """By name: what the pass keeps of its own, and the buffers that it has left behind."""
+    path = job.ranks[0].backward if is_backward else job.ranks[0].forward
+    call = job.call
+    element, state = call.dtype.itemsize, call.state_dtype.itemsize
+    rows = shard[0].shape[:3].numel() * state
+    held = {}
+    at_once = path.only is not None and as_direct(job.kernel) is not None
+    if element != state and not at_once:  # else they become what the user gets
+        if is_backward:
+            held["accumulators of dQ, dK, dV, fp32"] = state * sum(x.numel() for x in shard)
+        else:
+            held["state of out, fp32"] = rows * call.headdim_v
+    if is_backward:
+        held["delta"] = rows
+    inputs, results = _names(path.plan, is_backward)
+    for (_, dtype), buffers in free.items():
+        is_input = dtype is call.dtype and element != state
+        name = inputs if is_input else results if element != state else f"{inputs}; {results}"
+        held[name] = held.get(name, 0) + sum(buffer.nbytes for buffer in buffers)
+    return held
+
+
+def _names(plan: Plan, is_backward: bool) -> tuple[str, str]:
+    """What travels, in words: what kernels read, and what they have accumulated."""
+    transfers = [t for step in plan.steps for t in step.transfers]
+    inputs = {_INPUTS[t.side] for t in transfers if t.payload is Payload.INPUT}
+    rows = is_backward and any(t.side is Side.QUERY for t in transfers)
+    inputs |= {"dout"} if rows else set()
+    results = {_RESULTS[t.side, is_backward] for t in transfers if t.payload is Payload.RESULT}
+    results |= {"lse, delta"} if rows else set()
+    return f"{', '.join(sorted(inputs))} in flight", f"{', '.join(sorted(results))} in flight"

@@ -1,0 +1,99 @@
+"""Times and memory of contenders: GPU events, medians of interleaved rounds, a cold cache."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+Name = TypeVar("Name", bound=Hashable)
+Work = Callable[[], object]
+
+WARM_UP = 3  # runs; compiles kernels
+_LEAD, _FLUSH = 16, 1 << 28  # times 1/4 GiB of zeros: a cold L2, and about 1 ms in which to queue
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Medians of one contender, in ms.
+
+    Attributes:
+        device: from the first launch to the end of the last.
+        host: until everything was queued; on the CPU the same.
+    """
+
+    device: float
+    host: float
+
+
+class Stopwatch:
+    """Times one piece of work; on a GPU behind other work, so that launching does not count."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device=device) if self._cuda else None
+
+    def lead(self) -> None:
+        """Give the device something to do while the host queues what is timed."""
+        if self._flush is not None:
+            for _ in range(_LEAD):
+                self._flush.zero_()
+
+    def time(self, work: Work) -> Timing:
+        """Run it once."""
+        if not self._cuda:
+            start = time.perf_counter()
+            work()
+            passed = (time.perf_counter() - start) * 1e3
+            return Timing(passed, passed)
+        self.lead()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = time.perf_counter()
+        begin.record()
+        work()
+        end.record()
+        host = (time.perf_counter() - start) * 1e3
+        end.synchronize()
+        return Timing(begin.elapsed_time(end), host)
+
+
+def interleaved(
+    works: Mapping[Name, Work], watch: Stopwatch, rounds: int, report: Callable[[str], None]
+) -> dict[Name, Timing]:
+    """Each work once in every round; medians over rounds."""
+    for name, work in works.items():
+        report(f"warming up: {name}")
+        for _ in range(WARM_UP):
+            work()
+    found: dict[Name, list[Timing]] = {name: [] for name in works}
+    for number in range(rounds):
+        report(f"round {number + 1} of {rounds}")
+        for name, work in works.items():
+            found[name].append(watch.time(work))
+    return {
+        name: Timing(
+            statistics.median(each.device for each in timings),
+            statistics.median(each.host for each in timings),
+        )
+        for name, timings in found.items()
+    }
+
+
+def peak_bytes(work: Work, device: torch.device) -> int | None:
+    """Most that is held above what is there before, less what the work returns; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    work()  # what is kept for later is made now
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    results = work()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    left = torch.cuda.memory_allocated(device) - before
+    del results
+    return peak - left

@@ -1,0 +1,146 @@
+"""`rfa replay`: what a rank of many GPUs costs, found on one device."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .. import routes as _routes  # registers them
+from ..bench import LINKS, find_link
+from ..bench import replay as run_replay
+from ..bench.link import NONE
+from ..kernels.base import AUTO, NATIVE, kernel_names
+from ..layout import layout_names
+from ..plan import route_names
+from .drawing.timeline import draw_timeline
+from .replaying import explain, held_table, notes, tables
+from .verifying.answers import torch_dtype
+
+del _routes
+
+_WIDTH = 150  # of the tables where there is no terminal
+
+
+def replay(
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 8,
+    rank: Annotated[
+        list[int] | None, typer.Option(min=0, help="Each of these; by default all ranks.")
+    ] = None,
+    layout: Annotated[str, typer.Option(help=f"One of {', '.join(layout_names())}.")] = "zigzag",
+    route: Annotated[str, typer.Option(help=f"One of {', '.join(route_names())}.")] = "ring",
+    kernel: Annotated[
+        str, typer.Option(help=f"One of {', '.join((AUTO, NATIVE, *kernel_names()))}.")
+    ] = AUTO,
+    seqlen: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 8192,
+    cu_seqlens: Annotated[
+        str | None,
+        typer.Option(
+            help="Packed documents instead: offsets in each rank's shard, as 0,3104,8192."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    nheads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    nheads_k: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
+    headdim: Annotated[int, typer.Option(min=1, help="Head dimension.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
+    causal: Annotated[
+        bool, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
+    ] = True,
+    heads_k_stride: Annotated[
+        int | None, typer.Option(min=1, help="KV heads that travel together (all_gather).")
+    ] = None,
+    sources_per_launch: Annotated[
+        int | None, typer.Option(min=1, help="Ranks whose keys one launch takes (ring).")
+    ] = None,
+    link: Annotated[
+        str, typer.Option(help=f"Emulated: {', '.join(LINKS)}; {NONE}: communication is removed.")
+    ] = NONE,
+    link_gbps: Annotated[
+        float | None, typer.Option(help="A link in numbers: 10⁹ bytes a second, each way.")
+    ] = None,
+    latency_us: Annotated[
+        float | None, typer.Option(help="µs that a post takes at least; each link has its own.")
+    ] = None,
+    existing: Annotated[
+        bool, typer.Option("--existing", help="The existing library's zigzag design as well.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the medians.")] = 9,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything to this file.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Write a timeline of the slowest rank to this file.")
+    ] = None,
+) -> None:
+    """Run ranks of a group one at a time on this device, without the others, and time them."""
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+    try:
+        for path in (json_file, svg):
+            _check_output(path)
+        with console.status("replaying") as status:
+            found = run_replay(
+                world_size=world_size,
+                ranks=rank,
+                layout=layout,
+                route=route,
+                kernel=kernel,
+                seqlen=seqlen,
+                cu_seqlens=None if cu_seqlens is None else _offsets(cu_seqlens),
+                batch=batch,
+                nheads=nheads,
+                nheads_k=nheads_k,
+                headdim=headdim,
+                dtype=torch_dtype(dtype),
+                causal=causal,
+                heads_k_stride=heads_k_stride,
+                sources_per_launch=sources_per_launch,
+                link=find_link(link, link_gbps, latency_us),
+                repeats=repeats,
+                device=device,
+                existing=existing,
+                timeline=svg is not None,
+                report=status.update,
+            )
+    except (ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from None
+    for line in explain(found):
+        console.print(line, markup=False)
+    for each in (*tables(found), held_table(found)):
+        console.print(each)
+    for line in notes(found):
+        console.print(line, markup=False)
+    for path, text in (
+        (json_file, lambda: json.dumps(found.to_dict(), indent=1) + "\n"),
+        (svg, lambda: draw_timeline(found)),
+    ):
+        if path is not None:
+            path.write_text(text(), encoding="utf-8")
+            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def _check_output(path: Path | None) -> None:
+    """ValueError now rather than after minutes if the file cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"cannot write {path}")
+
+
+def _offsets(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--cu-seqlens must be whole numbers and commas, not {text!r}") from None

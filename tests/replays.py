@@ -1,0 +1,103 @@
+"""Small scenarios to replay, and a block of plain torch for the existing design."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_flash_attn.bench.contenders import OneRank, Stage
+from ring_flash_attn.bench.existing import ZigzagRing, run_together
+from ring_flash_attn.bench.scenario import make_scenario
+from ring_flash_attn.comm import virtual_transports
+from ring_flash_attn.sharding import shard, unshard
+
+SMALL: dict[str, Any] = {
+    "world_size": 3,
+    "layout": "zigzag",
+    "route": "ring",
+    "kernel": "reference",
+    "seqlen": 20,
+    "batch": 1,
+    "nheads": 4,
+    "nheads_k": 2,
+    "headdim": 8,
+    "dtype": torch.bfloat16,
+    "causal": True,
+    "device": "cpu",
+}
+NONE: dict[str, Any] = dict.fromkeys(
+    ("ranks", "cu_seqlens", "heads_k_stride", "sources_per_launch")
+)
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Arguments of `replay`."""
+    return {**SMALL, "repeats": 1, **changes}
+
+
+def stage(**changes: Any) -> Stage:
+    """Where its contenders come from."""
+    return Stage(make_scenario(**{**SMALL, **NONE, **changes}))
+
+
+def tensors(one_rank: OneRank) -> list[Tensor]:
+    """What both passes return."""
+    (out, lse), grads = one_rank.both()
+    return [out, lse, *grads]
+
+
+class TorchBlock:
+    """Attention of a block in plain torch, in the precision of q."""
+
+    def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, -torch.inf) if causal else scores
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        scores = self._scores(q, k, causal)
+        v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+        return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        group, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
+        p = (self._scores(q, k, causal) - lse[..., None].to(q.dtype)).exp()
+        wide_k, wide_v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+        delta = (dout * out).sum(-1).transpose(1, 2)[..., None]
+        ds = p * (torch.einsum("bihd,bjhd->bhij", dout, wide_v) - delta) * scale
+        dk, dv = torch.einsum("bhij,bihd->bjhd", ds, q), torch.einsum("bhij,bihd->bjhd", p, dout)
+        dk, dv = (x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv))
+        return torch.einsum("bhij,bjhd->bihd", ds, wide_k), dk, dv
+
+
+def existing_on_virtual_ranks(
+    qkv: list[Tensor], dout: Tensor, world_size: int, block: Any, merged: Any
+) -> list[Tensor]:
+    """(out, dq, dk, dv) of all ranks of the existing design, put together."""
+    cut = [
+        [shard(x, "zigzag", rank=rank, world_size=world_size) for x in (*qkv, dout)]
+        for rank in range(world_size)
+    ]
+
+    def rings() -> list[ZigzagRing]:
+        mails = [virtual_transports(world_size) for _ in range(2)]  # of keys, of gradients
+        ends = [iter([mail[rank] for mail in mails]) for rank in range(world_size)]
+        return [
+            ZigzagRing(rank, world_size, ends[rank].__next__, block, merged)
+            for rank in range(world_size)
+        ]
+
+    results = run_together([ring.forward(*cut[ring.rank][:3]) for ring in rings()])
+    grads = run_together(
+        [
+            ring.backward(cut[ring.rank][3], *cut[ring.rank][:3], *results[ring.rank])
+            for ring in rings()
+        ]
+    )
+    parts = [[out for out, _ in results], *([g[i] for g in grads] for i in range(3))]
+    return [unshard(part, "zigzag") for part in parts]

@@ -1,0 +1,364 @@
+"""Replays: a rank alone does what it does among others, and what is reported follows from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from replays import TorchBlock, small, stage, tensors
+from typer.testing import CliRunner, Result
+
+from ring_flash_attn.bench import LINKS, Link, Replay, replay
+from ring_flash_attn.bench.holdings import walk_through
+from ring_flash_attn.bench.report import Design, Measured, Peak, RankResult, Times
+from ring_flash_attn.bench.scenario import Scenario
+from ring_flash_attn.bench.timeline import BACKWARD, COMPUTE, FORWARD, TRANSFERS
+from ring_flash_attn.cli.app import app
+from ring_flash_attn.cli.drawing.timeline import draw_timeline
+from ring_flash_attn.cli.replaying import notes
+from ring_flash_attn.layout import layout_names
+from ring_flash_attn.plan import Payload, Plan, Side, Transfer, make_plan, route_names
+
+FAST = Link("fast", 1e15, 0.0)
+
+# A rank alone.
+
+
+def row_bytes(transfer: Transfer, scenario: Scenario, backward: bool) -> int:
+    """Of one row and one KV head, as docs/design.md says what travels."""
+    group, d, element = (
+        scenario.nheads // scenario.nheads_k,
+        scenario.headdim,
+        scenario.dtype.itemsize,
+    )
+    if transfer.side is Side.KEY:
+        return 2 * d * (element if transfer.payload is Payload.INPUT else 4)
+    if transfer.payload is Payload.INPUT:
+        return group * (2 * d * element + 2 * 4 if backward else d * element)
+    return group * 4 * (d if backward else d + 1)
+
+
+def plan_bytes(plan: Plan, scenario: Scenario, backward: bool) -> tuple[int, int]:
+    """Sent and received."""
+    sent = received = 0
+    for transfer in (t for step in plan.steps for t in step.transfers):
+        if transfer.source != transfer.target:
+            rows = scenario.size(transfer.owner) * (transfer.heads[1] - transfer.heads[0])
+            size = rows * scenario.batch * row_bytes(transfer, scenario, backward)
+            sent += size * (transfer.source == plan.rank)
+            received += size * (transfer.target == plan.rank)
+    return sent, received
+
+
+@pytest.mark.parametrize("route", route_names())
+@pytest.mark.parametrize("layout", layout_names())
+def test_every_layout_and_route_is_replayed(layout: str, route: str) -> None:
+    found = replay(
+        **small(layout=layout, route=route, cu_seqlens=[0, 7, 7, 20], ranks=[2, 1]),
+        link="ib400",
+        timeline=True,
+    )
+    scenario = stage(layout=layout, route=route, cu_seqlens=[0, 7, 7, 20]).scenario
+    assert [each.rank for each in found.ours.ranks] == [2, 1]
+    for each in found.ours.ranks:
+        for walked, backward in zip(each.walked, (False, True), strict=True):
+            plan = make_plan(route, scenario.problem, each.rank, backward)
+            assert walked.launches == sum(len(step.work) for step in plan.steps)
+            assert (walked.sent, walked.received) == plan_bytes(plan, scenario, backward)
+            assert each.pairs == 2 * plan.pairs
+        assert each.tokens == scenario.size(each.rank)
+    slowest = found.ours.slowest(both=True)
+    for direction, walked in zip((FORWARD, BACKWARD), slowest.walked, strict=True):
+        bars = [bar for bar in found.timeline if bar.direction == direction]
+        assert sum(bar.lane == COMPUTE for bar in bars) == walked.launches
+        assert sum(bar.lane == TRANSFERS for bar in bars) == walked.posts
+
+
+def test_bytes_of_queries_that_travel_backward() -> None:
+    """On 2 ranks: q, dout, lse and delta go one way, dq comes back."""
+    alone = stage(world_size=2, route="query_ring", causal=False)
+    rank = alone.rank(0, None)
+    _, backward = walk_through(rank.job, rank.shard)
+    rows = 20 * 4
+    assert backward.sent == rows * (2 * 8 * 2 + 2 * 4) + rows * 8 * 4
+    assert backward.received == backward.sent
+    assert backward.held["Q, dout in flight"] == rows * 2 * 8 * 2
+    assert backward.held["delta"] == rows * 4
+
+
+class Spy:
+    """A kernel that notes the tiles of its launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self.tiles = kernel, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def forward(self, *args: Any) -> None:
+        self.tiles.append(args[3])
+        self._kernel.forward(*args)
+
+    def backward(self, *args: Any) -> None:
+        self.tiles.append(args[4])
+        self._kernel.backward(*args)
+
+
+@pytest.mark.parametrize("route", route_names())
+def test_a_rank_alone_launches_what_its_plans_say(route: str) -> None:
+    for rank in range(3):
+        alone = stage(route=route).rank(rank, None)
+        spy = Spy(alone.job.kernel)
+        replace(alone, job=replace(alone.job, kernel=spy)).both()
+        (local,) = alone.job.ranks
+        works = [
+            work.tiles
+            for path in (local.forward, local.backward)
+            for step in path.plan.steps
+            for work in step.work
+        ]
+        assert spy.tiles == works
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """Fresh memory holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("route", route_names())
+@pytest.mark.parametrize("link", [None, FAST], ids=["removed", "emulated"])
+def test_numbers_are_sane(
+    route: str, link: Link | None, dtype: torch.dtype, nan_memory: None
+) -> None:
+    heads = 1 if route == "all_gather" else None
+    one_rank = stage(route=route, heads_k_stride=heads, dtype=dtype).rank(1, link)
+    for _ in range(30):
+        assert all(x.isfinite().all() for x in tensors(one_rank))
+
+
+@pytest.mark.parametrize("route", route_names())
+def test_buffers_that_stay_are_used_again(route: str) -> None:
+    one_rank = stage(route=route).rank(1, None)
+    (local,) = one_rank.job.ranks
+    assert local.free == {}
+    counts = []
+    for _ in range(3):
+        one_rank.both()
+        assert local.free is not None
+        counts.append({key: len(buffers) for key, buffers in local.free.items()})
+    assert counts[0]
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_what_a_ring_holds_is_what_the_documents_say() -> None:
+    """2 shards of K and V, 3 of dK and dV, the state, the accumulators (docs/design.md)."""
+    one_rank = stage(world_size=8).rank(3, None)
+    forward, backward = walk_through(one_rank.job, one_rank.shard)
+    keys = 2 * 20 * 2 * 8 * 2  # K and V of a shard, bytes
+    queries = 20 * 4 * 8 * 4  # out or dQ in fp32
+    assert forward.held == {"state of out, fp32": queries, "K, V in flight": 2 * keys}
+    assert backward.held == {
+        "accumulators of dQ, dK, dV, fp32": queries + 2 * keys,
+        "delta": 20 * 4 * 4,
+        "K, V in flight": 2 * keys,
+        "dK, dV in flight": 3 * 2 * keys,
+    }
+
+
+# What follows.
+
+
+def measured(forward: float, both: float, *linked: float) -> Measured:
+    times = Times(forward, both)
+    return Measured(times, Times(*linked) if linked else None, times, Peak(1, 2))
+
+
+def design() -> Design:
+    """8 ranks, 2000 pairs each; base 1 and 3 ms, in full twice the pairs in 1.5 and 5 ms."""
+    ranks = (
+        RankResult(0, 10, 2000, (), measured(9, 26, 10, 30)),
+        RankResult(1, 10, 2000, (), measured(10, 25, 12.5, 25)),
+    )
+    numbers = {"world_size": 8, "flops_per_pair": 10**6, "base_pairs": 250, "full_pairs": 500}
+    return Design("a design", base=measured(1, 3), full=measured(1.5, 5), ranks=ranks, **numbers)
+
+
+def test_efficiency_and_rates() -> None:
+    ours = design()
+    first, second = ours.ranks
+    assert ours.theoretic == Times(8, 24)
+    assert ours.efficiency(first) == Times(80, 80)
+    assert ours.efficiency(second) == Times(64, 96)
+    assert ours.at_full_rate == Times(6, 20)
+    assert ours.full_rate_efficiency(first) == Times(60, pytest.approx(100 * 2 / 3))
+    assert first.measured.exposed == Times(1, 4)
+    assert ours.base.exposed is None
+    assert (ours.slowest(both=False), ours.slowest(both=True)) == (second, first)
+    # 2000 pairs of 10⁶ FLOPs in 10 ms: 0.2 TFLOP/s; 3.5 times as many in 30 ms
+    assert ours.rate(2000, Times(10, 30)) == Times(pytest.approx(0.2), pytest.approx(7 / 30))
+
+
+def test_pairs_and_flops_of_a_scenario() -> None:
+    scenario = stage(world_size=4, seqlen=16).scenario
+    assert scenario.base_pairs == 4 * 16 * 17 // 2
+    assert scenario.full_pairs == 4 * 16 * 16
+    found = replay(**small(world_size=4, seqlen=16))
+    total = sum(each.pairs for each in found.ours.ranks)
+    assert total == 4 * 64 * 65 // 2
+    assert found.ours.flops_per_pair == 4 * 8
+    documents = stage(cu_seqlens=[0, 3, 10]).scenario
+    assert documents.base_pairs == 4 * (3 * 4 // 2 + 7 * 8 // 2)
+    assert documents.problem.lengths_q == (9, 21)
+
+
+# Reports.
+
+
+@pytest.fixture(scope="module")
+def found() -> Replay:
+    """One replay for all that follows."""
+    return replay(**small(), link="nvlink4", existing=TorchBlock(), timeline=True)
+
+
+def test_json_there_and_back(found: Replay) -> None:
+    values = json.loads(json.dumps(found.to_dict()))
+    assert Replay.from_dict(values) == found
+    assert values["scenario"]["dtype"] == "bfloat16"
+    assert values["scenario"]["kernel"] == "reference"
+    assert set(values["derived"]) == {"ours", "existing"}
+    share = values["derived"]["ours"]["ranks"]["1"]["efficiency_percent"]["forward"]
+    assert share == found.ours.efficiency(found.ours.ranks[1]).forward
+    removed = replay(**small(ranks=[0]))
+    values = removed.to_dict()
+    assert (values["link"], values["existing"], values["timeline"]) == (None, None, ())
+    assert Replay.from_dict(json.loads(json.dumps(values))) == removed
+
+
+def test_the_timeline_is_a_picture(found: Replay) -> None:
+    root = ElementTree.fromstring(draw_timeline(found))
+    boxes = root.findall("{http://www.w3.org/2000/svg}rect")
+    assert len(boxes) == len(found.timeline) + 2  # and the legend
+    for bar in found.timeline:
+        assert 0 <= bar.start <= bar.end
+    texts = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert any("A replay on one device" in text for text in texts)
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        draw_timeline(replace(found, timeline=()))
+
+
+def test_wrong_arguments_are_refused_before_anything_runs() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"layout": "spiral"}, "unknown layout 'spiral'"),
+        ({"route": "teleport"}, "unknown route 'teleport'"),
+        ({"kernel": "abacus"}, "unknown kernel 'abacus'"),
+        ({"world_size": 0}, "world_size must be positive, not 0"),
+        ({"ranks": [3]}, "rank 3 is not one of 0 … 2"),
+        ({"nheads": 3}, "multiple"),
+        ({"heads_k_stride": 1}, "heads_k_stride = 1"),
+        ({"cu_seqlens": [1, 5]}, "cu_seqlens 1,5"),
+        ({"cu_seqlens": [0, 5], "batch": 2}, "batch 1, not 2"),
+        ({"device": "abacus"}, "unknown device"),
+        ({"repeats": 0}, "repeats must be positive"),
+        ({"link": "string"}, "unknown link 'string'"),
+        ({"existing": True}, "needs a GPU"),
+        ({"existing": TorchBlock(), "causal": False}, "only the causal one"),
+        ({"existing": TorchBlock(), "seqlen": 21}, "21 tokens are odd"),
+        ({"dtype": torch.int32}, "floating point"),
+    ]
+    for changes, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            replay(**small(**changes))
+    with pytest.raises(NotImplementedError, match="needs a GPU"):
+        replay(**small(kernel="triton"))
+
+
+def test_a_host_that_is_too_slow_is_named(found: Replay) -> None:
+    """Where queueing takes longer than the device, times are not the device's."""
+
+    def with_host(*host: float) -> Replay:
+        first, *others = found.ours.ranks
+        slow = replace(first, measured=replace(measured(3, 5, 4, 6), host=Times(*host)))
+        fine = [replace(each, measured=measured(3, 5)) for each in others]
+        ours = replace(found.ours, ranks=(slow, *fine))
+        return replace(found, ours=ours, existing=None, device="a GPU")
+
+    says = [list(notes(with_host(*host))) for host in ((4, 6), (4.5, 6), (4, 6.5))]
+    assert ["work of ranks 0 than" in lines[-1] for lines in says] == [False, True, True]
+
+
+# The command line.
+
+
+def rfa(*arguments: str) -> Result:
+    """Run `rfa replay`; the output is wide enough not to be wrapped."""
+    return CliRunner().invoke(app, ["replay", *arguments], env={"COLUMNS": "160"})
+
+
+SHAPE = ("--seqlen", "16", "--nheads", "4", "--nheads-k", "2", "--headdim", "8", "--repeats", "1")
+HERE = (*SHAPE, "--device", "cpu", "--world-size", "2")
+
+
+def test_the_command_says_what_it_is(tmp_path: Path) -> None:
+    files = tmp_path / "new" / "replay.json", tmp_path / "replay.svg"
+    result = rfa(*HERE, "--link", "pcie5", "--json", str(files[0]), "--svg", str(files[1]))
+    assert result.exit_code == 0, result.output
+    for words in (
+        "A replay of zigzag × ring × reference: ranks of 2",
+        "on one device",
+        "Communication is emulated, pcie5: 64 GB/s each way, 15 µs for each post",
+        "what it receives is random data",
+        "slowest",
+        "2 × base",
+        "K, V in flight",
+        "say little about GPUs",
+    ):
+        assert words in result.output
+    assert Replay.from_dict(json.loads(files[0].read_text())).link == LINKS["pcie5"]
+    ElementTree.parse(files[1])
+
+
+def test_the_command_without_communication() -> None:
+    documents = ("--cu-seqlens", "0,5,16", "--rank", "1", "--full")
+    result = rfa(*HERE, *documents, "--route", "all_gather", "--heads-k-stride", "1")
+    assert result.exit_code == 0, result.output
+    assert "Communication is removed" in result.output
+    assert "16 tokens in 2 documents" in result.output
+    assert "rank 0" not in result.output
+    assert "n/a" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--link", "string"), "string"),
+        (("--link", "ib400", "--link-gbps", "3"), "not both"),
+        (("--latency-us", "3"), "needs a link"),
+        (("--link-gbps", "0"), "positive"),
+        (("--world-size", "0"), "world-size"),
+        (("--world-size", "2", "--rank", "2"), "rank 2"),
+        (("--layout", "spiral"), "spiral"),
+        (("--route", "teleport"), "teleport"),
+        (("--kernel", "abacus"), "abacus"),
+        (("--kernel", "triton"), "needs a GPU"),
+        (("--dtype", "int8"), "int8"),
+        (("--cu-seqlens", "0,x"), "0,x"),
+        (("--existing",), "FlashAttention-2"),
+        (("--device", "abacus"), "abacus"),
+        (("--json", "/"), "cannot write /"),
+        (("--svg", "/dev/null/picture.svg"), "cannot write /dev/null"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(arguments: tuple[str, ...], word: str) -> None:
+    result = rfa(*SHAPE, "--device", "cpu", *arguments)
+    assert result.exit_code == 2
+    assert word in result.output

@@ -1,0 +1,49 @@
+"""The existing library's zigzag design, as it is replayed for comparison: it is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from replays import TorchBlock, existing_on_virtual_ranks, small
+
+from ring_flash_attn.bench import replay
+from ring_flash_attn.bench.existing import FlashAttention2, merge, scripted_merge
+from ring_flash_attn.cli.oracle import Rules, oracle
+
+
+@pytest.mark.parametrize("merged", [merge, scripted_merge()], ids=["plain", "scripted"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_existing_design_is_right(world_size: int, merged: Any) -> None:
+    torch.manual_seed(world_size)
+    shapes = [(2, 12 * world_size, heads, 8) for heads in (4, 2, 2, 4)]
+    q, k, v, dout = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    expected, _ = oracle(*leaves, Rules(causal=True))
+    want = [expected.detach(), *torch.autograd.grad(expected, leaves, dout)]
+    qkv = [x.detach() for x in leaves]
+    got = existing_on_virtual_ranks(qkv, dout, world_size, TorchBlock(), merged)
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
+
+
+def test_the_existing_design_is_replayed_beside_ours() -> None:
+    found = replay(**small(layout="stripe"), link="nvlink4", existing=TorchBlock())
+    assert found.existing is not None
+    assert [each.rank for each in found.existing.ranks] == [0, 1, 2]
+    # zigzag: every rank has its share
+    assert 3 * found.existing.ranks[0].pairs == sum(each.pairs for each in found.ours.ranks)
+    assert all(each.measured.linked is not None for each in found.existing.ranks)
+
+
+def test_flash_attention_2_takes_these_arguments() -> None:
+    """By torch's own rules for shapes: no GPU is needed."""
+    block = FlashAttention2()
+    q, k = (
+        torch.empty(1, n, h, 64, dtype=torch.bfloat16, device="meta") for n, h in ((8, 4), (6, 2))
+    )
+    out, lse = block.forward(q, k, k, causal=False)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (1, 4, 8), torch.float32)
+    grads = block.backward(out, q, k, k, out, lse, causal=False)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]

@@ -1,0 +1,106 @@
+"""Replays on a GPU: the emulated link by the GPU's own clock, sane numbers, everything at once."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from replays import existing_on_virtual_ranks, small, stage, tensors
+
+from ring_flash_attn.bench import LINKS, Link, Replay, replay
+from ring_flash_attn.bench.existing import FlashAttention2, scripted_merge
+from ring_flash_attn.bench.pace import Bank, Peers
+from ring_flash_attn.bench.timeline import COMPUTE, TRANSFERS
+from ring_flash_attn.cli.drawing.timeline import draw_timeline
+from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.comm import Message
+from ring_flash_attn.plan import route_names
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def elapsed(link: Link, messages: list[Message]) -> float:
+    """Seconds of a post and the wait for it, by events of the current stream."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    transport = Peers(device, link, Bank(device)).transport()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # while the host queues the rest
+        begin.record()
+        transport.post(messages)
+        transport.wait()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return sorted(times)[2]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_is_as_slow_as_it_says(name: str) -> None:
+    """256 MiB: 0.6 to 5.4 ms, in which a copy and some launches are hidden."""
+    tensor = torch.empty(1 << 17, 1, 8, 128, dtype=torch.bfloat16, device="cuda")
+    messages = [Message(tensor, 1, True), Message(tensor, 1, False)]
+    expected = LINKS[name].seconds(tensor.nbytes, tensor.nbytes)
+    assert 0.99 * expected <= elapsed(LINKS[name], messages) <= 1.1 * expected
+    assert tensor.isfinite().all()
+
+
+def test_a_transfer_beside_a_kernel_takes_no_longer_than_the_longer() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    transport = Peers(device, Link("slow", 1e12, 5e-3), Bank(device)).transport()
+    message = Message(torch.empty(8, 1, 1, 1, device="cuda"), 1, True)
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)
+        begin.record()
+        transport.post([message])
+        torch.cuda._sleep(4_000_000)  # 2 to 4 ms
+        transport.wait()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    assert 4.95 <= sorted(times)[2] <= 5.6
+
+
+@pytest.mark.parametrize("route", route_names())
+@pytest.mark.parametrize("link", [None, LINKS["nvlink4"]], ids=["removed", "emulated"])
+def test_numbers_are_sane_on_a_gpu(route: str, link: Link | None) -> None:
+    changes = {"kernel": "triton", "device": "cuda", "seqlen": 512, "headdim": 64}
+    one_rank = stage(route=route, **changes).rank(1, link)
+    for _ in range(3):
+        assert all(x.isfinite().all() for x in tensors(one_rank))
+
+
+def test_everything_at_once_on_a_gpu() -> None:
+    changes = {"kernel": "triton", "device": "cuda", "seqlen": 1024, "headdim": 64}
+    found = replay(**small(**changes), link="nvlink4", existing=True, timeline=True)
+    assert found.existing is not None
+    for each in (*found.ours.ranks, *found.existing.ranks):
+        assert each.measured.peak is not None
+        assert each.measured.peak.both > 0
+        assert each.measured.times.both > each.measured.times.forward > 0
+    assert Replay.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    for lane in (COMPUTE, TRANSFERS):
+        bars = [bar for bar in found.timeline if bar.lane == lane]
+        assert all(a.end <= b.start + 1e-3 for a, b in pairwise(bars))
+    ElementTree.fromstring(draw_timeline(found))
+
+
+def test_the_existing_design_is_right_on_flash_attention_2() -> None:
+    torch.manual_seed(0)
+    shapes = [(1, 1024, heads, 64) for heads in (4, 2, 2, 4)]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    expected, _ = oracle(*leaves, Rules(causal=True))
+    want = [expected, *torch.autograd.grad(expected, leaves, inputs[3].double())]
+    got = existing_on_virtual_ranks(inputs[:3], inputs[3], 4, FlashAttention2(), scripted_merge())
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours.double() - theirs).abs().max() < 3e-2 * theirs.abs().max()

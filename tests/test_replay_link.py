@@ -1,0 +1,208 @@
+"""The emulated link: a post takes as long as it should, and no longer where work hides it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from ring_flash_attn.bench import LINKS, Link, find_link, pace
+from ring_flash_attn.bench.pace import Bank, CudaWire, Peers
+from ring_flash_attn.comm import Message
+
+CPU = torch.device("cpu")
+
+
+def received(*shape: int) -> Message:
+    return Message(torch.full(shape, torch.nan), 1, receive=True)
+
+
+def sent(*shape: int) -> Message:
+    return Message(torch.zeros(shape), 1, receive=False)
+
+
+def test_a_post_takes_its_time_and_posts_queue_up() -> None:
+    link = Link("slow", 1e6, 5e-3)
+    transport = Peers(CPU, link, Bank(CPU)).transport()
+    start = time.perf_counter()
+    first = received(1000, 1, 5, 1)  # 20 kB: 20 ms, and 5
+    transport.post([first, sent(100)])
+    transport.post([received(100, 1, 1, 1), sent(7500)])  # 30 kB: 30 ms, and 5
+    transport.post([])
+    transport.wait()
+    passed = time.perf_counter() - start
+    assert passed >= 0.060
+    assert first.tensor.isfinite().all()
+    assert first.tensor.std() > 0.5
+    start = time.perf_counter()
+    transport.wait()  # nothing is under way
+    assert time.perf_counter() - start < 0.03
+
+
+def test_a_transfer_is_hidden_behind_work() -> None:
+    link = Link("slow", 1e6, 0.2)
+    transport = Peers(CPU, link, Bank(CPU)).transport()
+    start = time.perf_counter()
+    transport.post([received(1, 1, 1, 1)])
+    time.sleep(0.2)
+    transport.wait()
+    assert 0.2 <= time.perf_counter() - start < 0.35
+
+
+def test_two_ends_share_a_link_and_wait_for_their_own() -> None:
+    peers = Peers(CPU, Link("slow", 1e6, 0.2), Bank(CPU))
+    one, other = peers.transport(), peers.transport()
+    start = time.perf_counter()
+    one.post([received(1, 1, 1, 1)])
+    other.post([received(1, 1, 1, 1)])
+    one.wait()
+    assert 0.2 <= time.perf_counter() - start < 0.38
+    other.wait()
+    assert time.perf_counter() - start >= 0.4
+
+
+def test_removed_messages_fill_a_buffer_once() -> None:
+    transport = Peers(CPU, None, Bank(CPU)).transport()
+    message, rows = received(4, 1, 2, 3), received(4, 1, 2)
+    transport.post([message, rows])
+    transport.wait()
+    assert message.tensor.isfinite().all()
+    assert 3 < rows.tensor.min() < rows.tensor.max() < 15  # as a log-sum-exp
+    message.tensor.fill_(7)
+    rows.tensor.fill_(-torch.inf)
+    transport.post([message, rows])
+    transport.wait()
+    assert (message.tensor == 7).all()
+    assert rows.tensor.isfinite().all()  # a state may have been there
+
+
+class FakeStream:
+    """Notes what is asked of it, and what is queued while it is the current one."""
+
+    def __init__(self, name: str, log: list[tuple[object, ...]]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._log.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self._log.append((self.name, "waits for", event.after))
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent(len(self._log))
+
+
+@dataclass(frozen=True)
+class FakeEvent:
+    """Stands behind so many entries of the log."""
+
+    after: int
+
+
+class FakeClock:
+    """Writes to the log instead of the GPU's queue."""
+
+    def __init__(self, log: list[tuple[object, ...]]) -> None:
+        self._log = log
+
+    def note(self, start: torch.Tensor) -> None:
+        self._log.append(("side", "notes the time"))
+
+    def spin(self, start: torch.Tensor, seconds: float) -> None:
+        self._log.append(("side", "spins", seconds))
+
+
+def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of events, on streams that are none."""
+    log: list[tuple[object, ...]] = []
+    main, side = FakeStream("main", log), FakeStream("side", log)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    wire = CudaWire.__new__(CudaWire)
+    wire._device, wire._stream = CPU, side  # type: ignore[assignment]
+    monkeypatch.setattr(pace, "_clock", lambda: FakeClock(log))
+    wire._start = torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr(pace, "wire_of", lambda device: wire)
+    peers = Peers(CPU, Link("own", 1e3, 1.0), Bank(CPU))
+    one, other = peers.transport(), peers.transport()
+    message = received(2, 1, 1, 1)
+    one.post([message])  # 8 bytes
+    one.post([sent(500)])  # 2000 bytes
+    other.post([received(1, 1, 1, 1)])  # 4 bytes
+    one.wait()
+    other.wait()
+    posts = [
+        [("side", "waits for", "main"), ("side", "notes the time"), ("side", "spins", seconds)]
+        for seconds in (1.008, 3.0, 1.004)
+    ]
+    assert log == [
+        *posts[0],
+        *posts[1],
+        *posts[2],
+        ("main", "waits for", 6),
+        ("main", "waits for", 9),
+    ]
+    assert message.tensor.isfinite().all()
+
+
+def test_links_by_name_and_in_numbers() -> None:
+    assert LINKS["nvlink4"].seconds(0, 450_000_000) == pytest.approx(1e-3 + 10e-6)
+    assert LINKS["pcie5"].seconds(64_000, 1) == pytest.approx(1e-6 + 15e-6)
+    assert find_link() is None
+    assert find_link("ib400", latency_us=3) == Link("ib400", 50e9, 3e-6)
+    own = find_link(gbps=2.5)
+    assert own is not None
+    assert own.bandwidth == 2.5e9
+    for wrong in ({"name": "string"}, {"name": "ib400", "gbps": 1.0}, {"latency_us": 1.0}):
+        with pytest.raises(ValueError):
+            find_link(**wrong)  # type: ignore[arg-type]
+    for numbers in ((0.0, 0.0), (-1.0, 0.0), (1.0, -1.0), (math.inf, 0.0)):
+        with pytest.raises(ValueError, match="must"):
+            Link("wrong", *numbers)
+
+
+def in_a_fresh_process(code: str) -> str:
+    variables = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    code = "import sys, ring_flash_attn.bench; print(*(n.split('.')[0] for n in sys.modules))"
+    assert not {"triton", "typer", "rich"} & set(in_a_fresh_process(code).split())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_waiting_kernel_reads_the_clock_again_and_again() -> None:
+    """Compiled for a GPU that need not be there."""
+    code = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ring_flash_attn.bench.clock import note_kernel, spin_kernel
+
+for kernel, more in ((note_kernel, {}), (spin_kernel, {"duration": "i32"})):
+    source = ASTSource(kernel, {"start_ptr": "*i64", **more})
+    target = GPUTarget("cuda", 90, 32)
+    print(triton.compile(source, target=target, options={"num_warps": 1}).asm["ptx"])
+    print("=" * 9)
+"""
+    note, spin, _ = in_a_fresh_process(code).split("=" * 9)
+    assert note.count("%globaltimer") == 1
+    assert "st.global.b64" in note
+    head, loop = spin.split("Loop Header")
+    assert head.count("%globaltimer") == 1
+    assert loop.count("%globaltimer") == 1
+    assert loop.index("%globaltimer") < loop.index("bra")
