@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 from .layout import Span
 
-MOST_PIECES = 16  # of a shard; it stays whole where more messages would cost more than order brings
+MOST_PIECES = 4  # of a shard; each is a message for each tensor, which costs the host its time
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -39,14 +39,13 @@ class Transfer:
 
     An INPUT is there for the work of later steps. A RESULT is what the ranks before have summed up;
     the target adds its own part of the same step to it. `source == target` is a copy in place.
-    The order of transfers, round by round, is the order of messages between a pair of ranks.
+    The order of transfers is the order of messages between a pair of ranks.
 
     Attributes:
         payload, side, owner, heads: what.
         source, target: from whom to whom.
         cut: whether the shard goes in the pieces of `Problem.pieces`, and not as a whole. It has to
             where either end has it in a buffer with others.
-        round: when in its step. A round can send the INPUT that an earlier one brings.
     """
 
     payload: Payload
@@ -56,7 +55,6 @@ class Transfer:
     source: int
     target: int
     cut: bool = False
-    round: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +84,6 @@ class Step:
 
     transfers: tuple[Transfer, ...] = ()
     work: tuple[Work, ...] = ()
-
-    @property
-    def rounds(self) -> tuple[tuple[Transfer, ...], ...]:
-        """The transfers that are posted together; as many rounds as this rank takes part in."""
-        count = 1 + max((transfer.round for transfer in self.transfers), default=-1)
-        return tuple(tuple(t for t in self.transfers if t.round == n) for n in range(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +225,8 @@ def make_plan(route: str, problem: Problem, rank: int, backward: bool = False) -
     """The plan of `rank` for a problem on a route."""
     check_route(route)
     steps = _ROUTES[route](problem, rank, backward)
-    in_order = [Step(tuple(sorted(step.transfers, key=_turn)), step.work) for step in steps]
+    in_order = [Step(tuple(sorted(step.transfers)), step.work) for step in steps]
     return _marked(rank, in_order, problem.size(Side.QUERY, rank), problem.nheads_k)
-
-
-def _turn(transfer: Transfer) -> tuple[int, Transfer]:
-    return transfer.round, transfer
 
 
 def make_work(

@@ -109,7 +109,7 @@ class Path:
     Attributes:
         plan: the same.
         sizes: number of rows of each side and owner.
-        rounds: for each step the moves of each round.
+        moves: those of each step.
         last_use: after which step each buffer is free again.
         only: the launch, if there is one for all and nothing to send.
     """
@@ -119,7 +119,7 @@ class Path:
         ranks = range(problem.world_size)
         self.sizes = {(side, rank): problem.size(side, rank) for side in Side for rank in ranks}
         self._slots = self._find_slots()
-        self.rounds = self._find_rounds(problem)
+        self.moves = self._find_moves(problem)
         self.last_use = self._find_last_use()
         self.only = self._find_only()
 
@@ -148,7 +148,7 @@ class Path:
             for payload in Payload
         }
 
-    def _find_rounds(self, problem: Problem) -> list[list[list[Move]]]:
+    def _find_moves(self, problem: Problem) -> list[list[Move]]:
         @functools.cache
         def rows(side: Side, owners: tuple[int, ...]) -> dict[Piece, int]:
             return arrange([problem.pieces(side, owner) for owner in owners])
@@ -164,7 +164,7 @@ class Path:
             of_slot = tuple(slice(first[p], first[p] + p.length) for p in pieces)
             return Move(transfer, slot, of_shard, of_slot)
 
-        return [[[move(t) for t in moves] for moves in step.rounds] for step in self.plan.steps]
+        return [[move(transfer) for transfer in step.transfers] for step in self.plan.steps]
 
     def _slot(self, transfer: Transfer) -> _Slot:
         """The buffer that a transfer fills or empties."""
@@ -179,7 +179,7 @@ class Path:
             for work in step.work:
                 for side in Side:
                     last[_Slot(Payload.INPUT, side, work.owners(side), work.heads)] = number
-            for move in (move for moves in self.rounds[number] for move in moves):
+            for move in self.moves[number]:
                 if move.transfer.source == self.plan.rank:
                     last[move.slot] = number
         slots = defaultdict(list)
@@ -233,11 +233,11 @@ class Walker:
 
     # The walk.
 
-    def post(self, number: int, round_number: int) -> None:
-        """Start the transfers of a round of a step, if there are any."""
+    def post(self, number: int) -> None:
+        """Start the transfers of a step."""
         messages: list[Message] = []
         outgoing: dict[tuple[Payload, Side, int, Heads], list[Tensor]] = {}
-        for move in self._moves(number, round_number):
+        for move in self.path.moves[number]:
             transfer = move.transfer
             if transfer.source == transfer.target:
                 self._copy_in_place(move)
@@ -251,10 +251,6 @@ class Walker:
                     Message(t, transfer.source, receive=True) for t in self._incoming(move)
                 ]
         self._transport.post(messages)
-
-    def _moves(self, number: int, round_number: int) -> Sequence[Move]:
-        rounds = self.path.rounds[number]
-        return rounds[round_number] if round_number < len(rounds) else ()
 
     def compute(self, number: int) -> None:
         """Do the work of a step."""
@@ -383,9 +379,8 @@ def _cut(buffers: Iterable[Tensor], rows: Sequence[slice]) -> list[Tensor]:
 def walk(walkers: Sequence[Walker]) -> None:
     """Take all walkers of this process (one, or all virtual ranks) through their plans in step."""
     for number in range(len(walkers[0].plan.steps)):
-        for round_number in range(max(len(walker.path.rounds[number]) for walker in walkers)):
-            for walker in walkers:
-                walker.post(number, round_number)
+        for walker in walkers:
+            walker.post(number)
         for walker in walkers:
             walker.compute(number)
         for walker in walkers:

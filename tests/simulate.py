@@ -82,24 +82,18 @@ class Simulation:
         assert not left, f"results that never went home: {left}"
 
     def _post(self, number: int) -> list[tuple[Transfer, Counter[Contribution]]]:
-        """Take what is sent at the start of a step; both ends must have it in their plans.
-
-        A round can send on what an earlier one has brought; launches cannot use it yet.
-        """
+        """Take what is sent at the start of a step; both ends must have it in their plans."""
         for a in self.plans:
             for b in self.plans:
                 assert between(a, number, a.rank, b.rank) == between(b, number, a.rank, b.rank)
-        under_way: list[tuple[Transfer, Counter[Contribution]]] = []
-        rounds = max(len(plan.steps[number].rounds) for plan in self.plans)
-        for turn in range(rounds):
-            brought = {(t.target, parcel_of(t)) for t, _ in under_way if t.payload is Payload.INPUT}
-            for plan in self.plans:
-                for transfers in plan.steps[number].rounds[turn : turn + 1]:
-                    under_way += self._sent_by(plan.rank, transfers, brought)
-        return under_way
+        return [
+            sent
+            for plan in self.plans
+            for sent in self._sent_by(plan.rank, plan.steps[number].transfers)
+        ]
 
     def _sent_by(
-        self, rank: int, transfers: tuple[Transfer, ...], brought: set[tuple[int, Parcel]]
+        self, rank: int, transfers: tuple[Transfer, ...]
     ) -> Iterator[tuple[Transfer, Counter[Contribution]]]:
         for transfer in transfers:
             assert rank in (transfer.source, transfer.target), "somebody else's message"
@@ -109,9 +103,7 @@ class Simulation:
             if transfer.payload is Payload.RESULT:
                 content = self._take(transfer)
             elif transfer.owner != rank:
-                parcel = parcel_of(transfer)
-                here = parcel in self.there[rank] or (rank, parcel) in brought
-                assert here, f"{transfer}: not there"
+                assert parcel_of(transfer) in self.there[rank], f"{transfer}: not there"
             yield transfer, content
 
     def _take(self, transfer: Transfer) -> Counter[Contribution]:
@@ -173,13 +165,25 @@ class Simulation:
 def buffer_rows(problem: Problem, side: Side, owners: tuple[int, ...]) -> list[tuple[int, int]]:
     """(owner, token) of each row of a buffer: a shard as it is, several by document and position.
 
-    From the definition, for shards of at most `MOST_PIECES` spans.
+    Whole ones by their first tokens, if that would cut some shard into more than `MOST_PIECES`.
     """
-    spans = [(owner, span) for owner in owners for span in problem.spans(side, owner)]
-    if len(owners) > 1:
-        assert all(len(problem.spans(side, owner)) <= MOST_PIECES for owner in owners)
+    shards = [(owner, problem.spans(side, owner)) for owner in owners]
+    shards.sort(key=lambda each: [(s.document, s.position, each[0]) for s in each[1][:1]])
+    spans = [(owner, span) for owner, shard in shards for span in shard]
+    if len(owners) > 1 and most_pieces(problem, side) <= MOST_PIECES:
         spans.sort(key=lambda each: (each[1].document, each[1].position, each[0]))
     return [(owner, s.index + s.stride * n) for owner, s in spans for n in range(s.length)]
+
+
+def most_pieces(problem: Problem, side: Side) -> int:
+    """Parts of a shard that lie together when all ranks' spans are sorted."""
+    shards = [problem.spans(side, rank) for rank in range(problem.world_size)]
+    named = [[(s.document, s.position, rank) for s in spans] for rank, spans in enumerate(shards)]
+    place = {name: n for n, name in enumerate(sorted(name for names in named for name in names))}
+    return max(
+        sum(n == 0 or place[name] != place[names[n - 1]] + 1 for n, name in enumerate(names))
+        for names in named
+    )
 
 
 def parcel_of(transfer: Transfer) -> Parcel:
@@ -207,11 +211,6 @@ def useless_inputs(plans: list[Plan]) -> list[Transfer]:
     for plan in plans:
         for number, step in enumerate(plan.steps):
             later = plan.steps[number + 1 :]
-            sent = {
-                (parcel_of(t), t.round)
-                for t in step.transfers
-                if t.payload is Payload.INPUT and t.source == plan.rank
-            }
             used = {
                 (side, owner, work.heads)
                 for after in later
@@ -227,6 +226,5 @@ def useless_inputs(plans: list[Plan]) -> list[Transfer]:
             }
             for t in step.transfers:
                 if t.payload is Payload.INPUT and t.target == plan.rank:
-                    passed = any(p == parcel_of(t) and turn > t.round for p, turn in sent)
-                    found += [t] if not passed and parcel_of(t) not in used else []
+                    found += [t] if parcel_of(t) not in used else []
     return found

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from calls import held_of, whole
 from samples import Results, Sample, check, expected_of, make_sample, results_of
 from torch import Tensor
 
 from ring_flash_attn import layout as layouts
 from ring_flash_attn import ring_attention, virtual_ring_attention
-from ring_flash_attn.comm import DistributedTransport, Message, distributed, virtual_transports
 from ring_flash_attn.layout import layout_names, register_layout
 
 SOURCES = (1, 2, 3, 8)
@@ -144,7 +142,7 @@ def run_shard(sample: Sample, layout: str, rank: int, n: int, sources: int) -> R
 
 
 def test_groups_on_real_ranks(ranks: Any) -> None:
-    """Over gloo: rounds, pieces, and shards that only pass through."""
+    """Over gloo: several sources, and shards in pieces."""
     world_size = 4
     found = ranks(world_size).run(run_real)
     for number, (layout, mask, _) in enumerate(REAL):
@@ -157,77 +155,3 @@ def test_groups_on_real_ranks(ranks: Any) -> None:
         results = whole([{n: p[n] for n in ("out", "lse", "dq")} for p in parts], tokens_q)
         results |= whole([{n: p[n] for n in ("dk", "dv")} for p in parts], tokens_k)
         check(results, oracle_of("packed", mask), 1e-12)
-
-
-def pass_on(rank: int, n: int) -> list[float]:
-    """Every rank's number goes around; nobody waits before the end."""
-    transport = DistributedTransport(distributed.resolve_group(None), torch.device("cpu"))
-    numbers = [torch.full((3,), float(rank)), *(torch.full((3,), -1.0) for _ in range(n - 1))]
-    for hop in range(n - 1):
-        transport.post(
-            [
-                Message(numbers[hop], (rank + 1) % n, receive=False),
-                Message(numbers[hop + 1], (rank - 1) % n, receive=True),
-            ]
-        )
-    transport.wait()
-    return [float(number.mean()) for number in numbers]
-
-
-def test_gloo_sends_on_what_an_earlier_batch_brings(ranks: Any) -> None:
-    expected = [[float((rank - hop) % 4) for hop in range(4)] for rank in range(4)]
-    assert ranks(4).run(pass_on) == expected
-
-
-def test_virtual_ranks_send_on_what_an_earlier_batch_brings() -> None:
-    transports = virtual_transports(3)
-    numbers = [[torch.tensor([float(rank)]), *torch.zeros(2, 1)] for rank in range(3)]
-    for hop in range(2):
-        for rank, transport in enumerate(transports):
-            transport.post(
-                [
-                    Message(numbers[rank][hop], (rank + 1) % 3, receive=False),
-                    Message(numbers[rank][hop + 1], (rank - 1) % 3, receive=True),
-                ]
-            )
-    for transport in transports:
-        transport.wait()
-    assert [[int(x) for x in own] for own in numbers] == [[0, 2, 1], [1, 0, 2], [2, 1, 0]]
-
-
-class Request:
-    """What torch.distributed returns for a message."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def wait(self) -> None:
-        """Count."""
-        self.waits += 1
-
-
-@pytest.mark.parametrize("gloo", [False, True])
-def test_the_messages_of_all_batches_are_awaited(
-    gloo: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL's at the end, where its stream has them in order; gloo's before the next batch."""
-    requests: list[Request] = []
-
-    def start(operations: list[Any]) -> list[Request]:
-        new = [Request() for _ in operations]
-        requests.extend(new)
-        return new
-
-    monkeypatch.setattr(distributed, "_is_gloo", lambda group, device: gloo)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
-    monkeypatch.setattr(dist, "P2POp", lambda *args, **kwargs: args)
-    monkeypatch.setattr(dist, "batch_isend_irecv", start)
-    group: Any = type("Group", (), {})()
-    transport = DistributedTransport(group, torch.device("cpu"))
-    for batch in range(3):
-        transport.post([Message(torch.ones(2), 1, receive=way) for way in (True, False)])
-        assert [request.waits for request in requests] == [int(gloo)] * 2 * batch + [0, 0]
-    transport.wait()
-    assert [request.waits for request in requests] == [1] * 6
-    transport.wait()
-    assert [request.waits for request in requests] == [1] * 6, "and then forgotten"

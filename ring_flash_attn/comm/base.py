@@ -25,13 +25,9 @@ class Transport(Protocol):
     """Moves tensors between the ranks of a group, one batch of messages at a time."""
 
     def post(self, messages: Sequence[Message]) -> None:
-        """Start all messages. Their tensors belong to the transport until `wait` returns.
-
-        May be called several times before `wait`: a later batch may send what an earlier one
-        receives.
-        """
+        """Start all messages. Their tensors belong to the transport until `wait` returns."""
         ...
 
     def wait(self) -> None:
-        """Later work (of the current stream, on a GPU) sees all that was posted as done."""
+        """Later work (of the current stream, on a GPU) sees what was posted as done."""
         ...

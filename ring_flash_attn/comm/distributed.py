@@ -78,9 +78,6 @@ class DistributedTransport:
 
     NCCL waits are waits of the current stream, never of the host. gloo cannot send CUDA tensors:
     they are staged through pinned host memory, which blocks the host.
-
-    A batch may send what the one before receives. NCCL runs all batches of a group on one stream,
-    in order. gloo has no order: there the host waits for a batch before it starts the next.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -100,8 +97,6 @@ class DistributedTransport:
 
     def post(self, messages: Sequence[Message]) -> None:
         """Start all messages, receives first."""
-        if self._gloo:
-            self.wait()
         operations = [
             dist.P2POp(
                 dist.irecv if message.receive else dist.isend,
@@ -113,7 +108,7 @@ class DistributedTransport:
             if message.tensor.numel()
         ]
         if operations:
-            self._requests += dist.batch_isend_irecv(operations)
+            self._requests = dist.batch_isend_irecv(operations)
 
     def _stage(self, message: Message) -> Tensor:
         tensor = message.tensor
@@ -125,7 +120,7 @@ class DistributedTransport:
         return host
 
     def wait(self) -> None:
-        """Make the current stream (with gloo: the host) wait for all that was posted."""
+        """Make the current stream (with gloo: the host) wait for what was posted."""
         for request in self._requests:
             request.wait()
         for tensor, host in self._arrivals:

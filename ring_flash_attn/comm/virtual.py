@@ -13,18 +13,14 @@ _Mail = dict[tuple[int, int], deque[Tensor]]  # (source, target) → what is und
 
 
 class VirtualTransport:
-    """One virtual rank's end. All ranks post a batch before any posts the next or waits."""
+    """One virtual rank's end. All ranks post a step before any of them waits for it."""
 
     def __init__(self, rank: int, mail: _Mail) -> None:
         self._rank, self._mail = rank, mail
         self._expected: list[Message] = []
 
     def post(self, messages: Sequence[Message]) -> None:
-        """Leave what is sent in the mail; remember what is to be received.
-
-        What earlier batches receive is fetched first: this one may send it on.
-        """
-        self.wait()
+        """Leave what is sent in the mail; remember what is to be received."""
         for message in messages:
             if message.receive:
                 self._expected.append(message)

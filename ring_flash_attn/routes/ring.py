@@ -7,7 +7,8 @@
 
 A shard goes only as far as somebody still needs it.
 
-With `sources_per_launch` above 1, one launch takes the keys of several hops. Rank 0 of 5, by 2:
+With `sources_per_launch` above 1, one launch takes the keys of several hops, which come straight
+from their owners. Rank 0 of 5, by 2:
 
     step 0          step 1          step 2          step 3
     Q0·K0           Q0·(K4, K3)     Q0·(K2, K1)
@@ -16,7 +17,6 @@ With `sources_per_launch` above 1, one launch takes the keys of several hops. Ra
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ..plan import Payload, Problem, Side, Step, Transfer, Work, make_work, register_route
@@ -26,7 +26,7 @@ from ..plan import Payload, Problem, Side, Step, Transfer, Work, make_work, regi
 def ring(problem: Problem, rank: int, backward: bool) -> list[Step]:
     """Keys and values travel upwards through the ranks."""
     if problem.sources_per_launch > 1:
-        return _circulate_in_groups(problem, rank, backward)
+        return _leap(problem, rank, backward)
     return circulate(problem, rank, Side.KEY, direction=1, returns=backward)
 
 
@@ -101,11 +101,12 @@ def _stays(problem: Problem, owner: int, side: Side, direction: int) -> tuple[in
     return (away[0], away[-1]) if away else (0, 0)
 
 
-def _circulate_in_groups(problem: Problem, rank: int, backward: bool) -> list[Step]:
+def _leap(problem: Problem, rank: int, backward: bool) -> list[Step]:
     """Steps of `rank` when the keys of up to `sources_per_launch` ranks meet one launch.
 
-    While a step works on one group of hops, the next group arrives, a round for each hop. Gradients
-    go straight home in the step after their launch.
+    While a step works on one group of hops, the next group arrives: straight from its owners, in
+    one batch, since a hop that had to wait for the one before it would find the GPU full of the
+    step's own work. Gradients go straight home in the step after their launch.
     """
     last = [_stays(problem, owner, Side.KEY, 1)[1] for owner in range(problem.world_size)]
     groups = [range(1), *_groups(max(last), problem.sources_per_launch)]  # hop 0: our own keys
@@ -113,29 +114,15 @@ def _circulate_in_groups(problem: Problem, rank: int, backward: bool) -> list[St
     def visitor(hop: int) -> int:
         return (rank - hop) % problem.world_size
 
-    def transfer(payload: Payload, owner: int, ends: tuple[int, int], hops: range) -> Transfer:
-        alone = len(hops) == 1  # here, and then in all groups before
-        return Transfer(payload, Side.KEY, owner, problem.all_heads, *ends, cut=not alone)
-
-    def inputs(hops: range) -> list[Transfer]:
+    def transfers(payload: Payload, hops: range) -> list[Transfer]:
+        uses = [(visitor(hop), rank) for hop in hops] + [(rank, visitor(-hop)) for hop in hops]
         moves = []
-        for turn, hop in enumerate(hops):
-            for owner, ends in (
-                (visitor(hop - 1), (rank, visitor(-1))),
-                (visitor(hop), (visitor(1), rank)),
-            ):
-                if hop <= last[owner]:
-                    move = transfer(Payload.INPUT, owner, ends, hops)
-                    moves.append(replace(move, round=turn))
+        for owner, user in uses:
+            if problem.needed(user, owner):
+                ends = (owner, user) if payload is Payload.INPUT else (user, owner)
+                what = (payload, Side.KEY, owner, problem.all_heads)
+                moves.append(Transfer(*what, *ends, cut=len(hops) > 1))
         return moves
-
-    def results(hops: range) -> list[Transfer]:
-        uses = [(rank, visitor(hop)) for hop in hops] + [(visitor(-hop), rank) for hop in hops]
-        return [
-            transfer(Payload.RESULT, owner, (user, owner), hops)
-            for user, owner in uses
-            if problem.needed(user, owner)
-        ]
 
     def work(hops: range) -> tuple[Work, ...]:
         owners = sorted(visitor(hop) for hop in hops if problem.needed(rank, visitor(hop)))
@@ -143,8 +130,8 @@ def _circulate_in_groups(problem: Problem, rank: int, backward: bool) -> list[St
 
     steps = []
     for step in range(len(groups) + (backward and len(groups) > 1)):
-        moves = inputs(groups[step + 1]) if step + 1 < len(groups) else []
-        moves += results(groups[step - 1]) if backward and step > 1 else []
+        moves = transfers(Payload.INPUT, groups[step + 1]) if step + 1 < len(groups) else []
+        moves += transfers(Payload.RESULT, groups[step - 1]) if backward and step > 1 else []
         steps.append(Step(tuple(moves), work(groups[step]) if step < len(groups) else ()))
     return steps
 
