@@ -91,26 +91,31 @@ class CpuWire:
 
 
 class CudaWire:
-    """A stream beside the others, of high priority, so that full GPUs let its small kernels in."""
+    """Streams beside the others, of high priority: one takes its time, one copies meanwhile.
+
+    What takes the time is a single kernel, queued before the step's own work, which might leave no
+    room for it later.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._start = torch.zeros(1, dtype=torch.int64, device=device)  # used in stream order
+        self._stream, self._copying = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
 
     def carry(self, copies: Copies, seconds: float, label: str, recorder: Recorder | None) -> None:
-        """Note the time, copy, spin until it is over."""
+        """Spin for as long as the link takes; copy; be done when both are."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._copying.wait_stream(self._stream)
         with torch.cuda.stream(self._stream):
             if recorder is not None:
                 recorder.begin(TRANSFERS, label)
             if seconds:
-                _clock().note(self._start)
+                _clock().spin(seconds)
+        with torch.cuda.stream(self._copying):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-            if seconds:
-                _clock().spin(self._start, seconds)
-            if recorder is not None:
+        self._stream.wait_stream(self._copying)
+        if recorder is not None:
+            with torch.cuda.stream(self._stream):
                 recorder.end(TRANSFERS)
 
     def ticket(self) -> torch.cuda.Event:
