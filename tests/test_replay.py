@@ -80,6 +80,15 @@ def test_every_layout_and_route_is_replayed(layout: str, route: str) -> None:
         assert sum(bar.lane == TRANSFERS for bar in bars) == walked.posts
 
 
+def test_several_sources_in_one_launch() -> None:
+    """Two launches and one post forward; what is held is named once."""
+    found = replay(**small(world_size=4, sources_per_launch=3, ranks=[3], dtype=torch.float32))
+    forward, backward = found.ours.ranks[0].walked
+    assert (forward.launches, backward.launches) == (2, 2)
+    assert (forward.posts, backward.posts) == (1, 2)
+    assert list(forward.held) == ["K, V in flight"]
+
+
 def test_bytes_of_queries_that_travel_backward() -> None:
     """On 2 ranks: q, dout, lse and delta go one way, dq comes back."""
     alone = stage(world_size=2, route="query_ring", causal=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..attention import Job, Local, backward, forward
 from ..comm import Message
-from ..kernels.base import Call, as_direct
+from ..kernels.base import Call, Kernel, as_block, as_direct
 from ..plan import Payload, Plan, Side
 from ..walk import Free
 from .pace import Bank, sizes
@@ -46,8 +46,9 @@ class _Counter:
 
     name = "counter"
 
-    def __init__(self, direct: bool, bank: Bank | None) -> None:
-        self.direct, self._bank = direct, bank
+    def __init__(self, kernel: Kernel, bank: Bank | None) -> None:
+        self.direct, self.blocks = as_direct(kernel) is not None, as_block(kernel) is not None
+        self._bank = bank
         self.launches = self.posts = self.sent = self.received = 0
 
     def post(self, messages: Sequence[Message]) -> None:
@@ -70,6 +71,11 @@ class _Counter:
 
     backward = forward
 
+    def alone(self, *args: Any) -> None:
+        """Blocks are for others to merge."""
+
+    alone_backward = alone
+
     def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
         batch, length, nheads, _ = out.shape
         return out.new_empty((batch, nheads, length), dtype=call.state_dtype)
@@ -83,7 +89,7 @@ def walk_through(job: Job, shard: Sequence[Tensor], bank: Bank | None = None) ->
     lse = q.new_empty((batch, nheads, length), dtype=job.call.state_dtype)
     found = []
     for is_backward in (False, True):
-        counter, free = _Counter(as_direct(job.kernel) is not None, bank), Free()
+        counter, free = _Counter(job.kernel, bank), Free()
         dry = _dry(job, counter, free)
         if is_backward:
             backward(dry, [(q, k, v)], None, [(out, lse)], [(out, None)])
@@ -114,12 +120,13 @@ def _held(job: Job, shard: Sequence[Tensor], free: Free, is_backward: bool) -> d
             held["accumulators of dQ, dK, dV, fp32"] = state * sum(x.numel() for x in shard)
         else:
             held["state of out, fp32"] = rows * call.headdim_v
-    if is_backward:
+    if is_backward and as_block(job.kernel) is None:
         held["delta"] = rows
     inputs, results = _names(path.plan, is_backward)
     for (_, dtype), buffers in free.items():
         is_input = dtype is call.dtype and element != state
-        name = inputs if is_input else results if element != state else f"{inputs}; {results}"
+        both = "; ".join(name for name in (inputs, results) if name)
+        name = inputs if is_input else results if element != state else both
         held[name] = held.get(name, 0) + sum(buffer.nbytes for buffer in buffers)
     return held
 
@@ -132,4 +139,8 @@ def _names(plan: Plan, is_backward: bool) -> tuple[str, str]:
     inputs |= {"dout"} if rows else set()
     results = {_RESULTS[t.side, is_backward] for t in transfers if t.payload is Payload.RESULT}
     results |= {"lse, delta"} if rows else set()
-    return f"{', '.join(sorted(inputs))} in flight", f"{', '.join(sorted(results))} in flight"
+    return _in_flight(inputs), _in_flight(results)
+
+
+def _in_flight(names: set[str]) -> str:
+    return f"{', '.join(sorted(names))} in flight" if names else ""
