@@ -21,7 +21,7 @@ from ring_flash_attn.bench.scenario import Scenario
 from ring_flash_attn.bench.timeline import BACKWARD, COMPUTE, FORWARD, TRANSFERS
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.drawing.timeline import draw_timeline
-from ring_flash_attn.cli.replaying import notes
+from ring_flash_attn.cli.replaying import explain, notes
 from ring_flash_attn.layout import layout_names
 from ring_flash_attn.plan import Payload, Plan, Side, Transfer, make_plan, route_names
 
@@ -87,6 +87,7 @@ def test_several_sources_in_one_launch() -> None:
     assert (forward.launches, backward.launches) == (2, 2)
     assert (forward.posts, backward.posts) == (1, 2)
     assert list(forward.held) == ["K, V in flight"]
+    assert "A launch takes the keys of up to 3 other ranks." in list(explain(found))
 
 
 def test_bytes_of_queries_that_travel_backward() -> None:

@@ -28,6 +28,8 @@ def explain(replay: Replay) -> Iterator[str]:
         f"Each rank: {tokens}, batch {s['batch']}, heads {s['nheads']}/{s['nheads_k']}, "
         f"headdim {s['headdim']}, {s['dtype']}, {'causal' if s['causal'] else 'full'}."
     )
+    if s["sources_per_launch"] is not None:
+        yield f"A launch takes the keys of up to {s['sources_per_launch']} other ranks."
     yield "Kernels, merges, buffers and streams are a real rank's; what it receives is random data."
     if replay.link is None:
         yield "Communication is removed: messages cost nothing."

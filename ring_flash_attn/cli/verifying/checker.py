@@ -204,6 +204,8 @@ def _call(question: Question, scale: float, device: torch.device) -> Call:
         alibi_slopes=inputs.slopes,
         dropout_p=question.dropout_p,
         sink=question.sink,
+        packed=len(question.lengths_q) > 1,
+        with_lse=True,
     )
 
 

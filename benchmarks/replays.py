@@ -1,0 +1,81 @@
+"""One rank of 8, replayed on one GPU: every kernel that is here, several sources a launch, packs.
+
+    python benchmarks/replays.py results/replays_h200.json [commit] [part of a name ...]
+
+The rank is the last one, which has the most to merge and so is the slowest; NVLink 4 is emulated.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from kernels import current_commit, versions
+
+from ring_flash_attn.bench import Replay, replay
+from ring_flash_attn.kernels.base import Call, why_not
+from ring_flash_attn.tiles import Mask
+
+PACK = [0, 3104, 6304, 7904, 8064, 8192]
+SHAPE = {"nheads": 32, "nheads_k": 8, "headdim": 128, "seqlen": 8192, "world_size": 8}
+KERNELS = ("fa4", "cudnn", "fa2", "triton")
+REPEATS = 7
+
+
+def scenarios() -> dict[str, dict]:
+    """By name; those of kernels that are not here are left out."""
+    found: dict[str, dict] = {}
+    for kernel in KERNELS:
+        for sources in (1, 2, 4):
+            name = f"zigzag x ring x {kernel}, {sources} in a launch"
+            found[name] = {"kernel": kernel, "sources_per_launch": sources}
+    found["zigzag x ring x fa2, 1 in a launch"]["existing"] = True
+    for kernel in ("fa4", "fa2", "triton"):
+        packed = {"kernel": kernel, "cu_seqlens": PACK}
+        for sources in (1, 2, 4):
+            name = f"documents, zigzag x ring x {kernel}, {sources} in a launch"
+            found[name] = {**packed, "sources_per_launch": sources}
+        for layout in ("flat_contiguous", "zigzag"):
+            name = f"documents, {layout} x all_gather x {kernel}"
+            found[name] = {**packed, "layout": layout, "route": "all_gather", "heads_k_stride": 4}
+    return {name: each for name, each in found.items() if not _lacks(each["kernel"])}
+
+
+def _lacks(kernel: str) -> list[str]:
+    device, mask = torch.device("cuda", 0), Mask(right=0)
+    return why_not(kernel, Call(device, torch.bfloat16, 32, 8, 128, 128, 0.1, mask))
+
+
+def line(name: str, found: Replay) -> str:
+    """The slowest rank: efficiency, that against full blocks, exposed ms, MiB over the base's."""
+    cells = []
+    for design in (found.ours, found.existing):
+        if design is None:
+            continue
+        rank = design.slowest(both=True)
+        whole, full = design.efficiency(rank), design.full_rate_efficiency(rank)
+        exposed, peak, base = rank.measured.exposed, rank.measured.peak, design.base.peak
+        cells.append(
+            f"{whole.forward:6.1f} {whole.both:6.1f} %  full {full.forward:6.1f} {full.both:6.1f} %"
+            + (f"  exposed {exposed.forward:5.2f} {exposed.both:5.2f} ms" if exposed else "")
+            + (f"  {peak.both >> 20} MiB, {base.both >> 20} alone" if peak and base else "")
+            + ("  HOST" if rank.measured.is_host_bound else "")
+        )
+    return f"{name:58s} " + "\n    existing ".join(cells)
+
+
+def main(path: str, commit: str | None = None, *parts: str) -> None:
+    report: dict = {**versions(commit or current_commit()), "rounds": REPEATS, "replays": {}}
+    for name, options in scenarios().items():
+        if parts and not any(part in name for part in parts):
+            continue
+        found = replay(**{**SHAPE, "ranks": [7], "link": "nvlink4", "repeats": REPEATS, **options})
+        report["replays"][name] = found.to_dict()
+        print(line(name, found), flush=True)
+        Path(path).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
