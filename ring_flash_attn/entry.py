@@ -260,7 +260,7 @@ def _key(
     q: Tensor, k: Tensor, v: Tensor, lengths: object, options: dict[str, Any]
 ) -> tuple[object, ...] | None:
     """What decides whether a call is right and how it is done; None if that takes a closer look."""
-    values: list[object] = [lengths, registrations()]
+    values: list[object] = [lengths, registrations(), torch.are_deterministic_algorithms_enabled()]
     for x in (q, k, v, options.get("alibi_slopes"), options.get("sink")):
         kind = (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
         values.append(kind)

@@ -114,6 +114,7 @@ def run_on_group(
     kernel = choose_kernel(opts.kernel, call)
     inputs = (q, k, v) if opts.sink is None else (q, k, v, opts.sink)
     comm.agree(_signature(route, problem, call, kernel.name, inputs, same), group)
+    comm.connect(group, q.device)  # whether or not this rank has anything to send
     if call.dropout_p:
         call = replace(call, seed=comm.share_seed(draw_seed(), group, q.device))
     ((out, lse),) = attention(Job((local,), kernel, call), [(q, k, v)], opts.sink)

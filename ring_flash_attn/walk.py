@@ -282,12 +282,8 @@ class Walker:
             home = self.home[payload, side]
             return tuple(f.of_heads(t, work.heads) for f, t in zip(fields, home, strict=True))
         slot = _Slot(payload, side, owners, work.heads)
-        fresh = slot not in self._buffers
-        views = tuple(f.view(b) for f, b in zip(fields, self._buffer(slot), strict=True))
-        if fresh:
-            assert payload is Payload.RESULT, f"{slot} has not arrived"
-            self.clear(side, views)
-        return views
+        assert payload is Payload.RESULT or slot in self._buffers, f"{slot} has not arrived"
+        return tuple(f.view(b) for f, b in zip(fields, self._buffer(slot), strict=True))
 
     def _copy_in_place(self, move: Move) -> None:
         """Our own shard, into or out of a buffer that holds several."""
@@ -351,7 +347,10 @@ class Walker:
         if slot not in self._buffers:
             size = sum(self.path.sizes[slot.side, owner] for owner in slot.owners)
             fields = self.fields[slot.payload, slot.side]
-            self._buffers[slot] = self._take(fields, size, slot.heads)
+            self._buffers[slot] = buffers = self._take(fields, size, slot.heads)
+            if slot.payload is Payload.RESULT:  # sent even where no launch adds to it
+                views = tuple(f.view(b) for f, b in zip(fields, buffers, strict=True))
+                self.clear(slot.side, views)
         return self._buffers[slot]
 
     def _take(self, fields: Fields, size: int, heads: Heads) -> Buffers:

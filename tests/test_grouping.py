@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from functools import cache
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from calls import held_of, whole
+from plain_library import PlainLibrary
 from samples import Results, Sample, check, expected_of, make_sample, results_of
 from torch import Tensor
 
 from ring_flash_attn import layout as layouts
 from ring_flash_attn import ring_attention, virtual_ring_attention
+from ring_flash_attn.comm import distributed
+from ring_flash_attn.kernels import base
+from ring_flash_attn.kernels.native.blocks import LibraryKernel
 from ring_flash_attn.layout import layout_names, register_layout
 
 SOURCES = (1, 2, 3, 8)
@@ -155,3 +162,36 @@ def test_groups_on_real_ranks(ranks: Any) -> None:
         results = whole([{n: p[n] for n in ("out", "lse", "dq")} for p in parts], tokens_q)
         results |= whole([{n: p[n] for n in ("dk", "dv")} for p in parts], tokens_k)
         check(results, oracle_of("packed", mask), 1e-12)
+
+
+def with_a_set_up(rank: int, n: int) -> Results:
+    """As over NCCL, whose groups need an operation of all ranks before the first message."""
+    module = types.ModuleType("plain_kernel")
+    module.KERNEL = LibraryKernel(PlainLibrary(True, False))  # type: ignore[attr-defined]
+    entries = dict(base._ENTRIES)
+    with (
+        mock.patch.object(distributed, "_is_gloo", return_value=False),
+        mock.patch.object(base, "_ENTRIES", entries),
+        mock.patch.dict(sys.modules, plain_kernel=module),
+    ):
+        base.register_kernel("plain", "plain_kernel")
+        q, k, v = torch.randn(3, 8, 2, 8)
+        out = ring_attention(
+            q,
+            k,
+            v,
+            layout="flat_contiguous",
+            route="ring",
+            cu_seqlens=torch.tensor([0, 8, 24]),
+            causal=True,  # otherwise keys would pass through rank 0
+            kernel="plain",
+        )
+    distributed._connected.clear()
+    base.load_kernel.cache_clear()
+    return {"out": out}
+
+
+def test_a_rank_that_sends_nothing_takes_part_in_the_set_up(ranks: Any) -> None:
+    """The document of rank 0 lies on it alone."""
+    for found in ranks(3).run(with_a_set_up, timeout=60):
+        assert found["out"].isfinite().all()

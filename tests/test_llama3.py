@@ -114,3 +114,32 @@ def test_a_window_that_looks_ahead_is_right(ranks: Any) -> None:
     parts = ranks(3).run(run, False, window_size)
     out = torch.cat([ours for ours, _ in parts])
     check({"out": out}, {"out": expected_of(sample(False, window_size))["out"]}, 1e-12)
+
+
+def without_keys(rank: int, n: int) -> list[bool]:
+    """Whether dq, dk, dv are numbers, where the queries of rank 0 see no key at all."""
+    torch.manual_seed(rank)
+    leaves = [torch.randn(8, 2, 8, requires_grad=True) for _ in range(3)]
+    keys = slice(0, 0) if rank == 0 else slice(8, 16)
+    length = keys.stop - keys.start
+    torch.use_deterministic_algorithms(True)  # fresh memory is NaN
+    try:
+        out = llama3_flash_attn_varlen_func(
+            *leaves,
+            cu_seqlens_q=torch.tensor([0, 8], dtype=torch.int32),
+            cu_seqlens_k=torch.tensor([0, length], dtype=torch.int32),
+            max_seqlen_q=8,
+            max_seqlen_k=length,
+            heads_k_stride=1,
+            local_k_slice=keys,
+            causal=True,
+        )
+        grads = torch.autograd.grad(out.sum(), leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [bool(grad.isfinite().all()) for grad in grads]
+
+
+def test_a_rank_without_keys_sends_no_garbage(ranks: Any) -> None:
+    """Its gradients of the others' keys are 0, though nobody computes them."""
+    assert ranks(2).run(without_keys) == [[True] * 3] * 2

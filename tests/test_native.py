@@ -206,6 +206,24 @@ def test_one_device_takes_the_librarys_own_result() -> None:
 
 
 @pytest.mark.usefixtures("plain")
+def test_any_strides() -> None:
+    """Libraries want the numbers of a row side by side; users may have them otherwise."""
+    q, k, v, dout = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in inputs_of(None))
+    assert q.stride(-1) != 1
+    for world_size in (1, 3):
+        results = []
+        for kernel in (LIBRARIES[0].name, "reference"):
+            leaves = [x.clone(memory_format=torch.preserve_format) for x in (q, k, v)]
+            leaves = [x.requires_grad_() for x in leaves]
+            out = rfa.virtual_ring_attention(
+                *leaves, world_size=world_size, layout="zigzag", route="ring", kernel=kernel
+            )
+            results.append([out, *torch.autograd.grad(out, leaves, dout)])
+        for ours, expected in zip(*results, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("plain")
 def test_the_gradient_of_lse_is_refused() -> None:
     q, k, v, _ = inputs_of(None)
     q.requires_grad_()
@@ -401,7 +419,7 @@ def test_a_broken_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """A flash-attn that was built for another torch must not take `auto` down."""
     package = tmp_path / "flash_attn"
     package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda')")
+    (package / "__init__.py").write_text("raise RuntimeError('undefined symbol: _ZN3c104cuda')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     base.load_kernel.cache_clear()
@@ -412,6 +430,44 @@ def test_a_broken_library_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path:
         rfa.flash_attn_func(x, x, x)
     finally:
         base.load_kernel.cache_clear()
+
+
+def test_an_older_library_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 2.6 has other arguments."""
+    fake = flash_attn_2()
+
+    def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size):
+        raise AssertionError
+
+    fake._flash_attn_forward = _flash_attn_forward
+    file, parents, module, _ = WRAPPERS["flash_attn"]
+    with pytest.raises(ImportError, match="has no window_size_left, softcap"):
+        wrapper(monkeypatch, file, parents, module, fake)
+
+
+def test_fa4_says_what_a_gpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, parents, module, fake = WRAPPERS["fa4"]
+    kernel = wrapper(monkeypatch, file, parents, module, fake())
+    for generation, options, able in (
+        (9, {"headdim": 192, "headdim_v": 192}, True),
+        (10, {"headdim": 192, "headdim_v": 192}, False),
+        (10, {"headdim": 256, "headdim_v": 256}, True),
+        (10, {"headdim": 256, "headdim_v": 256, "softcap": 3.0}, False),
+        (12, {"deterministic": True}, False),
+        (8, {}, False),
+    ):
+        assert (kernel.why_not(call_on(generation, monkeypatch, **options)) == []) is able
+
+
+def test_a_kernel_that_is_registered_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a new name or an old one."""
+    monkeypatch.setattr(base, "_ENTRIES", dict(base._ENTRIES))
+    monkeypatch.setattr(base, "_registered", [])
+    call = call_on(9, monkeypatch)
+    for name in ("mine", "fa2"):
+        base.register_kernel(name, "anything")
+    assert base.candidates("auto", call)[:3] == ("fa2", "mine", "fa4")
+    base.load_kernel.cache_clear()
 
 
 def test_a_kernel_cannot_have_the_name_of_a_choice() -> None:

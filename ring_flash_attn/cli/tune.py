@@ -13,7 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .info import kernel_reasons
+from ..kernels.base import why_not
+from .info import plain_call
 from .verifying.answers import torch_dtype
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _check(headdims: list[int], dtype: str) -> None:
     if not torch.cuda.is_available():
         raise ValueError("rfa tune times kernels on a GPU, and there is none that torch can use")
     for each in headdims:
-        reasons = kernel_reasons("cuda", dtype, each)["triton"]
+        reasons = why_not("triton", plain_call("cuda", dtype, each))
         if reasons:
             raise ValueError(f"headdim {each}: {'; '.join(reasons)}")
     from ..kernels.triton.config import limit_of

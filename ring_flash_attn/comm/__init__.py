@@ -4,6 +4,7 @@ from .agreement import agree, check_mode
 from .base import Message, Transport
 from .distributed import (
     DistributedTransport,
+    connect,
     gather_shards,
     rank_and_size,
     resolve_group,
@@ -17,6 +18,7 @@ __all__ = [
     "Transport",
     "agree",
     "check_mode",
+    "connect",
     "gather_shards",
     "rank_and_size",
     "resolve_group",

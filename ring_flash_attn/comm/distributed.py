@@ -57,10 +57,18 @@ def share_seed(seed: Tensor, group: ProcessGroup, device: torch.device) -> Tenso
     return seed.to(device)
 
 
+def connect(group: ProcessGroup, device: torch.device) -> None:
+    """Every rank, before its first message: NCCL sets a group up at an operation of all ranks."""
+    if group not in _connected and not _is_gloo(group, device):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _connected.add(group)
+
+
 def gather_shards(
     local: Tensor, shapes: Sequence[tuple[int, ...]], group: ProcessGroup
 ) -> list[Tensor]:
     """Every rank's contiguous tensor, on every rank; shapes may differ."""
+    connect(group, local.device)
     transport = DistributedTransport(group, local.device)
     rank = dist.get_rank(group)
     parts = [local if r == rank else local.new_empty(shape) for r, shape in enumerate(shapes)]
@@ -87,13 +95,6 @@ class DistributedTransport:
         self._requests: list[Any] = []
         self._arrivals: list[tuple[Tensor, Tensor]] = []  # (on the device, on the host)
         self._sent: list[Tensor] = []  # host copies, alive until they are sent
-        self._connect(device)
-
-    def _connect(self, device: torch.device) -> None:
-        """NCCL sets a group up at its first operation, in which every rank must take part."""
-        if not self._gloo and self._group not in _connected:
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-            _connected.add(self._group)
 
     def post(self, messages: Sequence[Message]) -> None:
         """Start all messages, receives first."""

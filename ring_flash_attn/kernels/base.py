@@ -287,10 +287,11 @@ def candidates(name: str, call: Call) -> tuple[str, ...]:
     """The kernels that `name` may mean for a call, in the order in which they are tried."""
     if name not in (AUTO, NATIVE):
         return (name,)
-    order = [each for each in _order(call) if each in _ENTRIES]
+    order = _order(call)
     if name == NATIVE:
         return tuple(each for each in order if each in LIBRARIES)
-    return (*(each for each in _ENTRIES if each not in order), *order)
+    ours = [each for each in reversed(_registered) if each in _ENTRIES]
+    return tuple(dict.fromkeys((*ours, *order)))
 
 
 def _order(call: Call) -> tuple[str, ...]:
@@ -317,13 +318,17 @@ def load_kernel(name: str) -> Kernel | str:
     except ModuleNotFoundError as missing:
         ours = missing.name == entry.module
         return entry.hint if ours else f"{missing.name} is not installed: {entry.hint}"
-    except (ImportError, OSError) as error:  # such as a flash-attn that was built for another torch
+    except Exception as error:  # anything: a flash-attn for another torch, a CUTLASS too old for it
+        if name not in LIBRARIES:
+            raise
         return f"it is installed but cannot be imported: {error}"
     return kernel
 
 
 def why_not(name: str, call: Call) -> list[str]:
     """Every reason why the kernel `name` cannot do this call here; empty if it can."""
+    if name in LIBRARIES and call.device.type != "cuda":  # not worth importing it
+        return [f"it needs an NVIDIA GPU, not {call.device}"]
     kernel = load_kernel(name)
     return [kernel] if isinstance(kernel, str) else kernel.why_not(call)
 
@@ -340,17 +345,18 @@ def choose_kernel(name: str, call: Call) -> Kernel:
             that was asked for. An explicit choice never falls back.
     """
     check_kernel(name)
-    reasons = {}
+    reasons: dict[str, list[str]] = {}
     for candidate in candidates(name, call):
+        reasons[candidate] = why_not(candidate, call)
+        if reasons[candidate]:
+            continue
         kernel = load_kernel(candidate)
-        why = [kernel] if isinstance(kernel, str) else kernel.why_not(call)
-        if name == AUTO and call.with_lse and getattr(kernel, "blocks", False):
-            why = [*why, "it cannot differentiate through lse, which the caller gets"]
-        reasons[candidate] = why
-        if not why:
-            assert not isinstance(kernel, str)
-            _log(name, candidate, reasons, call)
-            return kernel
+        assert not isinstance(kernel, str)
+        if name == AUTO and call.with_lse and as_block(kernel) is not None:
+            reasons[candidate] = ["it cannot differentiate through lse, which the caller gets"]
+            continue
+        _log(name, candidate, reasons, call)
+        return kernel
     lines = [f"{each}: {reason}" for each, why in reasons.items() for reason in why]
     raise NotImplementedError(f"kernel {name!r} cannot do this call:\n  " + "\n  ".join(lines))
 

@@ -15,7 +15,7 @@ from .base import State
 from .merge import Rows
 
 _ROWS = 16  # of a program
-_KEPT = 512
+_KEPT = 64  # tensors of a byte for each row
 _bits: dict[tuple[int, torch.device], tuple[Sequence[Rows], Tensor]] = {}
 
 
@@ -28,9 +28,9 @@ def merge_kernel(
 ):
     """Some rows of one head. Bits of a row: 1 there is no state yet, 2 it is final, 4 a block."""
     pair = tl.program_id(1)
-    batch, head = (pair // nheads).to(tl.int64), pair % nheads
+    batch, head = (pair // nheads).to(tl.int64), (pair % nheads).to(tl.int64)
     rows = start + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    bits = tl.load(bits_ptr + rows, mask=rows < end, other=0)
+    bits = tl.load(bits_ptr + (rows - start), mask=rows < end, other=0)
     touched, has_state, has_block = bits != 0, (bits != 0) & ((bits & 1) == 0), (bits & 4) != 0
     here, there = rows.to(tl.int64), (rows - offset).to(tl.int64)
 
@@ -77,23 +77,24 @@ def fused_merge(
     start, end = min(each.start for each in rows), max(each.end for each in rows)
     result = state.out if state.result is None else state.result
     assert all(x.stride(-1) == 1 for x in (state.out, result, out)), "rows of numbers side by side"
+    bits = _bits_of(rows, start, end, out.device)
     with torch.cuda.device_of(out):
         merge_kernel[triton.cdiv(end - start, _ROWS), batch * nheads](
-            state.out, state.lse, result, out, lse, _bits_of(rows, end, out.device), start, end,
-            offset, nheads, dv, *state.out.stride()[:3], *state.lse.stride(), *result.stride()[:3],
+            state.out, state.lse, result, out, lse, bits, start, end, offset, nheads, dv,
+            *state.out.stride()[:3], *state.lse.stride(), *result.stride()[:3],
             *out.stride()[:3], *lse.stride(), ROWS=_ROWS, DV=triton.next_power_of_2(dv), SINK=sink,
             RESULT=state.result is not None,
         )
 
 
-def _bits_of(rows: Sequence[Rows], end: int, device: torch.device) -> Tensor:
-    """(end,) int32: the bits of each row; plans hand out the same rows each time."""
+def _bits_of(rows: Sequence[Rows], start: int, end: int, device: torch.device) -> Tensor:
+    """(end − start,) int8: the bits of each row; plans hand out the same rows each time."""
     key = id(rows), device
     found = _bits.get(key)
     if found is None:
-        bits = torch.zeros(end, dtype=torch.int32)
+        bits = torch.zeros(end - start, dtype=torch.int8)
         for each in rows:
-            bits[each.start : each.end] = each.bits
+            bits[each.start - start : each.end - start] = each.bits
         if len(_bits) >= _KEPT:
             _bits.pop(next(iter(_bits)), None)
         found = _bits[key] = rows, bits.to(device)  # keeps the rows, and so their id, alive

@@ -6,14 +6,15 @@ Triton kernel (`fused_merge.py`); elsewhere, and in fp64, plain torch.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
-from .base import State, load_kernel
+from .base import State
 
 FIRST, LAST, BLOCK = 1, 2, 4
 
@@ -46,7 +47,7 @@ def merge(state: State, out: Tensor, lse: Tensor) -> None:
     merge_rows(state, out, lse, 0, _all_rows(out.shape[1]), sink=False)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _all_rows(length: int) -> tuple[Rows, ...]:
     return (Rows(0, length, BLOCK),)
 
@@ -74,8 +75,12 @@ def merge_rows(
 
 
 def _is_fused(state: State) -> bool:
-    there = state.out.device.type == "cuda" and state.out.dtype is torch.float32
-    return there and not isinstance(load_kernel("triton"), str)
+    return state.out.device.type == "cuda" and state.out.dtype is torch.float32 and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _merge_some(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class Block:
     Attributes:
         window: keys seen left and right of the diagonal that ends in the last corner; −1: all.
         cu_seqlens_q, cu_seqlens_k: (blocks + 1,) int32 on the device; None for a single block.
-        max_seqlen_q, max_seqlen_k: rows of the longest block.
+        max_seqlen_q, max_seqlen_k: rows of the longest block, or more.
     """
 
     window: tuple[int, int]
@@ -106,6 +107,7 @@ class LibraryKernel:
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
     ) -> None:
         """Advance `state` by the keys of `tiles`."""
+        q, k, v = map(_side_by_side, (q, k, v))
         for lowered, block in self._launch(tiles, q):
             rows, columns = slice(*lowered.query_rows), slice(*lowered.key_rows)
             out, lse = self._library.forward(q[:, rows], k[:, columns], v[:, columns], block, call)
@@ -123,6 +125,7 @@ class LibraryKernel:
         call: Call,
     ) -> None:
         """Add the gradients that `tiles` contribute to `grads`."""
+        dout, q, k, v = map(_side_by_side, (dout, q, k, v))
         for lowered, block in self._launch(tiles, q):
             rows, columns = slice(*lowered.query_rows), slice(*lowered.key_rows)
             dq, dk, dv = self._gradients(dout, q, k, v, saved, lowered, block, call)
@@ -139,6 +142,7 @@ class LibraryKernel:
             return None
         lowered, block = launch[0]
         columns = slice(*lowered.key_rows)
+        q, k, v = map(_side_by_side, (q, k, v))
         out, lse = self._library.forward(q, k[:, columns], v[:, columns], block, call)
         return out.contiguous(), lse
 
@@ -159,6 +163,7 @@ class LibraryKernel:
         lowered, block = launch[0]
         if lowered.query_rows != (0, q.shape[1]) or lowered.key_rows != (0, k.shape[1]):
             return None
+        dout, q, k, v = map(_side_by_side, (dout, q, k, v))
         return self._gradients(dout, q, k, v, saved, lowered, block, call)
 
     def _gradients(
@@ -196,6 +201,11 @@ class LibraryKernel:
 _Launch = list[tuple[LibraryCall, Block]]
 
 
+def _side_by_side(x: Tensor) -> Tensor:
+    """Libraries want the numbers of a row next to each other; other strides are as they please."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _is_whole(call: LibraryCall, length: int) -> bool:
     """Whether a call's result is the final one for all rows."""
     (first, *more) = call.rows
@@ -211,8 +221,9 @@ def _block(call: LibraryCall, device: torch.device) -> Block:
     cu_seqlens_q, cu_seqlens_k = (
         torch.tensor(offsets, dtype=torch.int32, device=device) for offsets in (cu_q, cu_k)
     )
-    gap_q, gap_k = (max(b - a for a, b in pairwise(offsets)) for offsets in (cu_q, cu_k))
-    return Block(call.window, cu_seqlens_q, cu_seqlens_k, gap_q, gap_k)
+    longest_q, longest_k = (max(b - a for a, b in pairwise(offsets)) for offsets in (cu_q, cu_k))
+    # FlashAttention-2 takes 1 to mean that every block has one query; here some may have none.
+    return Block(call.window, cu_seqlens_q, cu_seqlens_k, max(longest_q, 2), longest_k)
 
 
 def _offsets(call: LibraryCall) -> tuple[list[int], list[int]]:
@@ -227,6 +238,15 @@ def _offsets(call: LibraryCall) -> tuple[list[int], list[int]]:
         cu_q.append(rect.q_end - q)
         cu_k.append(rect.k_end - k)
     return cu_q, cu_k
+
+
+def require(function: Any, arguments: Sequence[str], version: str) -> None:
+    """ImportError if a library's function does not take all of these arguments."""
+    found = inspect.signature(getattr(function, "_init_fn", function)).parameters
+    missing = [name for name in arguments if name not in found]
+    if missing:
+        name = f"{function.__module__}.{getattr(function, '__name__', function)}"
+        raise ImportError(f"{name} has no {', '.join(missing)}: it is not that of {version}")
 
 
 def reasons(

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ..base import Call
-from .blocks import Block, LibraryKernel, reasons
+from .blocks import Block, LibraryKernel, reasons, require
+
+require(library._flash_attn_backward, ("window_size_left", "is_causal"), "FlashAttention-3")
 
 
 class _Fa3:

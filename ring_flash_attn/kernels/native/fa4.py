@@ -9,7 +9,11 @@ from flash_attn.cute import interface as library
 from torch import Tensor
 
 from ..base import Call
-from .blocks import Block, LibraryKernel, reasons
+from .blocks import Block, LibraryKernel, reasons, require
+
+# flash-attn 2.8 has an older module of this name.
+require(library._flash_attn_fwd, ("max_seqlen_q", "return_lse"), "flash-attn-4")
+require(library._flash_attn_bwd, ("max_seqlen_q", "window_size_left"), "flash-attn-4")
 
 
 class _Fa4:
@@ -19,9 +23,7 @@ class _Fa4:
 
     def why_not(self, call: Call) -> list[str]:
         found = reasons(call, softcap=True, deterministic=True)
-        if not found and torch.cuda.get_device_capability(call.device)[0] < 9:
-            found.append("it needs a Hopper GPU or a later one")
-        return found
+        return found or _reasons_of_gpu(call, torch.cuda.get_device_capability(call.device)[0])
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, call: Call
@@ -54,6 +56,17 @@ class _Fa4:
             **_options(block, call),
         )
         return grads[0], grads[1], grads[2]
+
+
+def _reasons_of_gpu(call: Call, generation: int) -> list[str]:
+    found = []
+    if generation < 9:
+        found.append("it needs a Hopper GPU or a later one")
+    if generation >= 10 and call.headdim > 128 and (call.headdim != 256 or call.softcap):
+        found.append(f"on this GPU it has no headdim {call.headdim}, or none with a softcap")
+    if generation == 12 and (call.softcap or call.deterministic):
+        found.append("on this GPU it has no gradients that repeat, and none with a softcap")
+    return found
 
 
 def _options(block: Block, call: Call) -> dict[str, Any]:

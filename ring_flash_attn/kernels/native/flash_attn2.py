@@ -8,7 +8,9 @@ from flash_attn import flash_attn_interface as library
 from torch import Tensor
 
 from ..base import Call
-from .blocks import Block, LibraryKernel, reasons
+from .blocks import Block, LibraryKernel, reasons, require
+
+require(library._flash_attn_forward, ("window_size_left", "softcap"), "flash-attn 2.8")
 
 
 class _FlashAttn:
