@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
+from plain_library import PlainLibrary
 from torch import Tensor
 
 import ring_flash_attn as rfa
+from ring_flash_attn.kernels import base
+from ring_flash_attn.kernels.native.blocks import LibraryKernel
 
 CU_SEQLENS = torch.tensor([0, 9, 9, 30], dtype=torch.int32)
 
@@ -80,6 +85,26 @@ def test_gradient_of_lse() -> None:
     inputs = _batch()[1]
     torch.compiler.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for a, b in zip(_results(run, inputs), _results(compiled, inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_lse_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read, but has no gradient: outside of graphs, which would ask for one."""
+    module = types.ModuleType("plain_kernel")
+    module.KERNEL = LibraryKernel(PlainLibrary(True, False))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "plain_kernel", module)
+    entries = {**base._ENTRIES, "plain": base.Entry("plain_kernel", "")}
+    monkeypatch.setattr(base, "_ENTRIES", entries)
+    monkeypatch.setattr("ring_flash_attn.ops.LIBRARIES", ("plain",))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, _ = rfa.flash_attn_func(q, k, v, return_attn_probs=True, kernel="plain")
+        return out.sum() + lse.detach().sum()
+
+    inputs = _batch()[1]
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager")
     for a, b in zip(_results(run, inputs), _results(compiled, inputs), strict=True):
         assert torch.equal(a, b)
 
