@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .base import State
+from .base import State, to_device
 from .merge import Rows
 
 _ROWS = 16  # of a program
@@ -97,5 +97,5 @@ def _bits_of(rows: Sequence[Rows], start: int, end: int, device: torch.device) -
             bits[each.start - start : each.end - start] = each.bits
         if len(_bits) >= _KEPT:
             _bits.pop(next(iter(_bits)), None)
-        found = _bits[key] = rows, bits.to(device)  # keeps the rows, and so their id, alive
+        found = _bits[key] = rows, to_device(bits, device)  # keeps the rows, so their id, alive
     return found[1]

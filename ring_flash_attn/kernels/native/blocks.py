@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...tiles import Tile
-from ..base import Call, Grads, Saved, State
+from ..base import Call, Grads, Saved, State, to_device
 from ..merge import BLOCK, FIRST, LAST, merge_rows
 from .lowering import LibraryCall, lower
 
@@ -219,7 +219,7 @@ def _block(call: LibraryCall, device: torch.device) -> Block:
         return Block(call.window, None, None, longest_q, longest_k)
     cu_q, cu_k = _offsets(call)
     cu_seqlens_q, cu_seqlens_k = (
-        torch.tensor(offsets, dtype=torch.int32, device=device) for offsets in (cu_q, cu_k)
+        to_device(torch.tensor(offsets, dtype=torch.int32), device) for offsets in (cu_q, cu_k)
     )
     longest_q, longest_k = (max(b - a for a, b in pairwise(offsets)) for offsets in (cu_q, cu_k))
     # FlashAttention-2 takes 1 to mean that every block has one query; here some may have none.

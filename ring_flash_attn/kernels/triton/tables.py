@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...layout import Span
 from ...tiles import Tile
+from ..base import to_device
 
 BLOCK_COLUMNS, TILE_COLUMNS = 12, 8
 FIRST, LAST = 1, 2
@@ -109,4 +110,4 @@ def _columns(i: int, rows: int, item: tuple[Span, Span, int, int, int]) -> int:
 
 
 def _on(device: torch.device, rows: list[list[int]]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32).to(device)
+    return to_device(torch.tensor(rows, dtype=torch.int32), device)
