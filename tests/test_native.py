@@ -23,7 +23,7 @@ from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.base import Call, State
 from ring_flash_attn.kernels.merge import BLOCK, FIRST, LAST, Rows, merge_rows
 from ring_flash_attn.kernels.native import blocks
-from ring_flash_attn.kernels.native.lowering import LibraryCall, Rect, lower
+from ring_flash_attn.kernels.native.lowering import LibraryCall, Rect, in_order, lower
 from ring_flash_attn.layout import get_layout, layout_names
 from ring_flash_attn.plan import Problem, make_plan, route_names
 from ring_flash_attn.tiles import Mask, Tile
@@ -108,6 +108,21 @@ def test_a_zigzag_step_is_one_call(rank: int, lengths: tuple[int, ...]) -> None:
     for step in make_plan("ring", problem, rank).steps:
         for work in step.work:
             assert len(lower(work.tiles, packs=True, square=False)) == 1
+
+
+def test_many_documents_are_few_calls_in_order() -> None:
+    """Zigzag × all-gather leaves shards of many documents whole: in order they are two calls."""
+    whole = (160, 80, 48, 32, 96)
+    problem = Problem(get_layout("zigzag"), whole, whole, 8, Mask(right=0))
+    for rank in range(8):
+        (work,) = [w for s in make_plan("all_gather", problem, rank).steps for w in s.work]
+        ordered, rows = in_order(work.tiles)
+        assert len(lower(work.tiles, packs=True, square=False)) > 4
+        assert len(lower(ordered, packs=True, square=False)) <= 2
+        gathered = [row for start, end in rows for row in range(start, end)]
+        for old, new in zip(work.tiles, ordered, strict=True):
+            there = gathered[new.key.start : new.key.start + new.key.length]
+            assert there == list(range(old.key.start, old.key.start + old.key.length))
 
 
 # The kernel around a library, with one in plain torch.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...tiles import Tile
 from ..base import Call, Grads, Saved, State, to_device
 from ..merge import BLOCK, FIRST, LAST, merge_rows
-from .lowering import LibraryCall, lower
+from .lowering import LibraryCall, in_order, lower
 
 _KEPT = 512  # lowered launches
 
@@ -97,7 +97,7 @@ class LibraryKernel:
 
     def __init__(self, library: Library) -> None:
         self.name, self._library = library.name, library
-        self._launches: dict[tuple[object, ...], tuple[Sequence[Tile], _Launch]] = {}
+        self._launches: dict[tuple[object, ...], tuple[Sequence[Tile], Launch]] = {}
 
     def why_not(self, call: Call) -> list[str]:
         """Every reason why it cannot do this call; empty if it can."""
@@ -107,8 +107,9 @@ class LibraryKernel:
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
     ) -> None:
         """Advance `state` by the keys of `tiles`."""
-        q, k, v = map(_side_by_side, (q, k, v))
-        for lowered, block in self._launch(tiles, q):
+        launch = self._launch(tiles, q)
+        q, k, v = map(_side_by_side, (q, launch.gathered(k), launch.gathered(v)))
+        for lowered, block in launch.calls:
             rows, columns = slice(*lowered.query_rows), slice(*lowered.key_rows)
             out, lse = self._library.forward(q[:, rows], k[:, columns], v[:, columns], block, call)
             merge_rows(state, out, lse, rows.start, lowered.rows, call.sink)
@@ -125,22 +126,23 @@ class LibraryKernel:
         call: Call,
     ) -> None:
         """Add the gradients that `tiles` contribute to `grads`."""
+        launch = self._launch(tiles, q)
+        k, v = launch.gathered(k), launch.gathered(v)
         dout, q, k, v = map(_side_by_side, (dout, q, k, v))
-        for lowered, block in self._launch(tiles, q):
-            rows, columns = slice(*lowered.query_rows), slice(*lowered.key_rows)
+        for lowered, block in launch.calls:
             dq, dk, dv = self._gradients(dout, q, k, v, saved, lowered, block, call)
-            grads.dq[:, rows] += dq
-            grads.dk[:, columns] += dk
-            grads.dv[:, columns] += dv
+            grads.dq[:, slice(*lowered.query_rows)] += dq
+            launch.add(grads.dk, dk, slice(*lowered.key_rows))
+            launch.add(grads.dv, dv, slice(*lowered.key_rows))
 
     def alone(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], call: Call
     ) -> tuple[Tensor, Tensor] | None:
         """(out, lse) of a whole call on one device if there is nothing to merge, else None."""
         launch = self._launch(tiles, q)
-        if len(launch) > 1 or not _is_whole(launch[0][0], q.shape[1]):
+        if not launch.is_single or not _is_whole(launch.calls[0][0], q.shape[1]):
             return None
-        lowered, block = launch[0]
+        lowered, block = launch.calls[0]
         columns = slice(*lowered.key_rows)
         q, k, v = map(_side_by_side, (q, k, v))
         out, lse = self._library.forward(q, k[:, columns], v[:, columns], block, call)
@@ -158,9 +160,9 @@ class LibraryKernel:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """(dq, dk, dv) likewise, if there is nothing to add up."""
         launch = self._launch(tiles, q)
-        if len(launch) > 1:
+        if not launch.is_single:
             return None
-        lowered, block = launch[0]
+        lowered, block = launch.calls[0]
         if lowered.query_rows != (0, q.shape[1]) or lowered.key_rows != (0, k.shape[1]):
             return None
         dout, q, k, v = map(_side_by_side, (dout, q, k, v))
@@ -184,21 +186,56 @@ class LibraryKernel:
         lse = saved.lse[:, :, rows].contiguous()
         return self._library.backward(dout, q, k, v, out, lse, block, call)
 
-    def _launch(self, tiles: Sequence[Tile], q: Tensor) -> _Launch:
+    def _launch(self, tiles: Sequence[Tile], q: Tensor) -> Launch:
         """The calls of a launch; plans hand out the same tiles each time."""
         key = id(tiles), q.device, q.shape[0] == 1
         found = self._launches.get(key)
         if found is None:
             # The packed form has no batch: its rows would have to lie behind each other.
-            calls = lower(tiles, self._library.packs and q.shape[0] == 1, self._library.square)
-            launch = [(call, _block(call, q.device)) for call in calls]
+            form = self._library.packs and q.shape[0] == 1, self._library.square
+            calls, rows = lower(tiles, *form), None
+            ordered, wanted = in_order(tiles)
+            better = lower(ordered, *form)
+            if len(better) < len(calls):  # a copy of the keys costs less than a block more to merge
+                calls, rows = better, _index(wanted, q.device)
+            launch = Launch([(call, _block(call, q.device)) for call in calls], rows)
             if len(self._launches) >= _KEPT:
                 self._launches.pop(next(iter(self._launches)), None)
             found = self._launches[key] = tiles, launch  # keeps the tiles, so their id, alive
         return found[1]
 
 
-_Launch = list[tuple[LibraryCall, Block]]
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The calls of a launch.
+
+    Attributes:
+        calls: what the library is asked for.
+        rows: which rows of the keys these speak of, one after the other; None: all as they are.
+    """
+
+    calls: list[tuple[LibraryCall, Block]]
+    rows: Tensor | None
+
+    @property
+    def is_single(self) -> bool:
+        """One call, on tensors as they are."""
+        return len(self.calls) == 1 and self.rows is None
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Keys or values, as the calls want them."""
+        return x if self.rows is None else x.index_select(1, self.rows)
+
+    def add(self, into: Tensor, grad: Tensor, columns: slice) -> None:
+        """Add the gradient of some of these rows."""
+        if self.rows is None:
+            into[:, columns] += grad
+        else:
+            into.index_add_(1, self.rows[columns], grad.to(into.dtype))
+
+
+def _index(rows: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    return to_device(torch.cat([torch.arange(start, end) for start, end in rows]), device)
 
 
 def _side_by_side(x: Tensor) -> Tensor:

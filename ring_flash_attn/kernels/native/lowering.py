@@ -88,6 +88,18 @@ def lower(tiles: Sequence[Tile], packs: bool, square: bool) -> tuple[LibraryCall
     )
 
 
+def in_order(tiles: Sequence[Tile]) -> tuple[list[Tile], list[tuple[int, int]]]:
+    """The tiles as if the keys that they see lay by document and position; and (start, end) of
+    the rows to gather for that."""
+    spans = {tile.key.start: tile.key for tile in tiles}
+    rows, moved, end = [], {}, 0
+    for span in sorted(spans.values(), key=lambda span: (span.document, span.position)):
+        moved[span.start] = span.moved(end - span.start)
+        rows.append((span.start, span.start + span.length))
+        end += span.length
+    return [replace(tile, key=moved[tile.key.start]) for tile in tiles], rows
+
+
 def _joined(tiles: Sequence[Tile]) -> Iterator[Rect]:
     """As few rectangles as we find, document by document."""
     documents: dict[int, dict[int, list[Rect]]] = {}
