@@ -15,7 +15,7 @@ from .base import State, to_device
 from .merge import Rows
 
 _ROWS = 16  # of a program
-_KEPT = 64  # tensors of a byte for each row
+_KEPT = 512  # tensors of a byte for each row; a plan of many ranks has as many launches
 _bits: dict[tuple[int, torch.device], tuple[Sequence[Rows], Tensor]] = {}
 
 
