@@ -19,7 +19,6 @@ from .kernels.base import registrations
 from .layout import get_layout
 from .llama3 import Llama3Problem
 from .plan import Problem, check_route
-from .routes.ring import default_sources
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -364,7 +363,7 @@ def make_problem(
             f"heads_k_stride = {heads_k_stride}: route {route!r} takes all heads at once"
         )
     if sources_per_launch is None:
-        sources_per_launch = default_sources(world_size) if route == "ring" else 1
+        sources_per_launch = 1
     elif route != "ring":
         raise ValueError(
             f"sources_per_launch = {sources_per_launch!r}: only route 'ring' groups sources, "

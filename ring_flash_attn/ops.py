@@ -16,7 +16,6 @@ from . import checks
 from .attention import QKV, Job, backward, forward, no_autocast
 from .entry import in_autocast_dtype, single_job
 from .job import Output, draw_seed
-from .kernels.base import LIBRARIES, NATIVE
 
 _REST = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
@@ -35,13 +34,7 @@ _MAYBE_TENSORS = ("alibi_slopes", "sink")
 
 
 def traceable(**options: Any) -> bool:
-    """Whether an operator can take these; lengths in tensors, for example, are left to Python.
-
-    So is lse of a library: a graph would always hand its gradient back, if only zeros, which
-    libraries cannot use.
-    """
-    if options["return_attn_probs"] and options["kernel"] in (NATIVE, *LIBRARIES):
-        return False
+    """Whether an operator can take these; lengths in tensors, for example, are left to Python."""
     for name, value in options.items():
         if name in _TENSORS:
             fits = isinstance(value, Tensor)

@@ -90,23 +90,27 @@ def test_gradient_of_lse() -> None:
 
 
 def test_lse_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read, but has no gradient: outside of graphs, which would ask for one."""
+    """Detached it can be used; a graph that returns it as it is hands back a gradient of zeros."""
     module = types.ModuleType("plain_kernel")
     module.KERNEL = LibraryKernel(PlainLibrary(True, False))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "plain_kernel", module)
     entries = {**base._ENTRIES, "plain": base.Entry("plain_kernel", "")}
     monkeypatch.setattr(base, "_ENTRIES", entries)
-    monkeypatch.setattr("ring_flash_attn.ops.LIBRARIES", ("plain",))
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, detach: bool) -> tuple[Tensor, Tensor]:
         out, lse, _ = rfa.flash_attn_func(q, k, v, return_attn_probs=True, kernel="plain")
-        return out.sum() + lse.detach().sum()
+        return out.sin(), (lse.detach() if detach else lse).exp()
 
     inputs = _batch()[1]
     torch.compiler.reset()
-    compiled = torch.compile(run, backend="aot_eager")
-    for a, b in zip(_results(run, inputs), _results(compiled, inputs), strict=True):
-        assert torch.equal(a, b)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    results = []
+    for function, detach in ((run, False), (compiled, True)):
+        out, lse = function(*inputs, detach)
+        results.append([out, lse, *torch.autograd.grad(out.sum(), inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with pytest.raises(NotImplementedError, match="or detach lse"):
+        compiled(*inputs, False)[0].sum().backward()
 
 
 def test_any_length_in_one_graph() -> None:

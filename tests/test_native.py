@@ -224,15 +224,13 @@ def test_one_device_takes_the_librarys_own_result() -> None:
 def test_any_strides() -> None:
     """Libraries want the numbers of a row side by side; users may have them otherwise."""
     q, k, v, dout = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in inputs_of(None))
-    assert q.stride(-1) != 1
-    for world_size in (1, 3):
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    assert all(x.stride(-1) != 1 for x in (*leaves, dout))
+    # At once, and with a sink, which has to be merged.
+    for sink in (None, torch.randn(4, dtype=torch.float64)):
         results = []
         for kernel in (LIBRARIES[0].name, "reference"):
-            leaves = [x.clone(memory_format=torch.preserve_format) for x in (q, k, v)]
-            leaves = [x.requires_grad_() for x in leaves]
-            out = rfa.virtual_ring_attention(
-                *leaves, world_size=world_size, layout="zigzag", route="ring", kernel=kernel
-            )
+            out = rfa.flash_attn_func(*leaves, causal=True, sink=sink, kernel=kernel)
             results.append([out, *torch.autograd.grad(out, leaves, dout)])
         for ours, expected in zip(*results, strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)

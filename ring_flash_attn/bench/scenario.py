@@ -33,7 +33,7 @@ class Scenario:
         batch, nheads, nheads_k, headdim, dtype: of q, k and v.
         causal: queries see no later keys.
         heads_k_stride: KV heads that travel together; None: all.
-        sources_per_launch: ranks whose keys one launch takes; None: the library's choice.
+        sources_per_launch: ranks whose keys one launch takes; None: 1.
         device: where it runs.
     """
 

@@ -334,7 +334,8 @@ def load_kernel(name: str) -> Kernel | str:
 
 def why_not(name: str, call: Call) -> list[str]:
     """Every reason why the kernel `name` cannot do this call here; empty if it can."""
-    if name in LIBRARIES and call.device.type != "cuda":  # not worth importing it
+    ours = name in LIBRARIES and name not in _registered
+    if ours and call.device.type != "cuda":  # not worth importing it
         return [f"it needs an NVIDIA GPU, not {call.device}"]
     kernel = load_kernel(name)
     return [kernel] if isinstance(kernel, str) else kernel.why_not(call)

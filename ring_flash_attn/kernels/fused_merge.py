@@ -27,9 +27,10 @@ def merge_kernel(
     ROWS: tl.constexpr, DV: tl.constexpr, SINK: tl.constexpr, RESULT: tl.constexpr,
 ):
     """Some rows of one head. Bits of a row: 1 there is no state yet, 2 it is final, 4 a block."""
-    pair = tl.program_id(1)
+    blocks = tl.cdiv(end - start, ROWS)
+    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = (pair // nheads).to(tl.int64), (pair % nheads).to(tl.int64)
-    rows = start + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = start + block * ROWS + tl.arange(0, ROWS)
     bits = tl.load(bits_ptr + (rows - start), mask=rows < end, other=0)
     touched, has_state, has_block = bits != 0, (bits != 0) & ((bits & 1) == 0), (bits & 4) != 0
     here, there = rows.to(tl.int64), (rows - offset).to(tl.int64)
@@ -54,8 +55,9 @@ def merge_kernel(
     block_ptrs = block_ptr + batch * b_batch + head * b_head
     block_ptrs += there[:, None] * b_row + columns[None, :]
     out = tl.load(out_ptrs, mask=has_state[:, None] & inside, other=0.0)
-    block = tl.load(block_ptrs, mask=(their_weight > 0)[:, None] & inside, other=0.0)
-    out = out * (our_weight / safe)[:, None] + block.to(tl.float32) * (their_weight / safe)[:, None]
+    their_out = tl.load(block_ptrs, mask=(their_weight > 0)[:, None] & inside, other=0.0)
+    out = out * (our_weight / safe)[:, None]
+    out += their_out.to(tl.float32) * (their_weight / safe)[:, None]
     is_final = (bits & 2) != 0
     if RESULT:
         result_ptrs = result_ptr + batch * r_batch + head * r_head
@@ -78,8 +80,9 @@ def fused_merge(
     result = state.out if state.result is None else state.result
     assert all(x.stride(-1) == 1 for x in (state.out, result, out)), "rows of numbers side by side"
     bits = _bits_of(rows, start, end, out.device)
+    grid = (triton.cdiv(end - start, _ROWS) * batch * nheads,)  # one axis: others end at 65535
     with torch.cuda.device_of(out):
-        merge_kernel[triton.cdiv(end - start, _ROWS), batch * nheads](
+        merge_kernel[grid](
             state.out, state.lse, result, out, lse, bits, start, end, offset, nheads, dv,
             *state.out.stride()[:3], *state.lse.stride(), *result.stride()[:3],
             *out.stride()[:3], *lse.stride(), ROWS=_ROWS, DV=triton.next_power_of_2(dv), SINK=sink,

@@ -30,11 +30,6 @@ def ring(problem: Problem, rank: int, backward: bool) -> list[Step]:
     return circulate(problem, rank, Side.KEY, direction=1, returns=backward)
 
 
-def default_sources(world_size: int) -> int:
-    """How many sources one launch takes where the user leaves that to the library."""
-    return 1
-
-
 def circulate(problem: Problem, rank: int, side: Side, direction: int, returns: bool) -> list[Step]:
     """Steps of `rank` when the shards of one side visit the ranks in turn.
 
