@@ -221,6 +221,43 @@ def test_one_device_takes_the_librarys_own_result() -> None:
 
 
 @pytest.mark.usefixtures("plain")
+def test_keys_are_gathered_where_that_spares_calls() -> None:
+    """Zigzag × all-gather, shards of five documents: two calls a rank at most."""
+    library = LIBRARIES[2]
+    cu_seqlens = [0, 32, 80, 96, 128, 192]
+    q, k, v = (torch.randn(192, 2, 8, dtype=torch.float64) for _ in range(3))
+    library.calls.clear()
+    rfa.virtual_ring_attention(
+        q,
+        k,
+        v,
+        world_size=4,
+        layout="zigzag",
+        route="all_gather",
+        cu_seqlens=cu_seqlens,
+        causal=True,
+        kernel=library.name,
+    )
+    assert len(library.calls) <= 2 * 4
+
+
+@pytest.mark.usefixtures("plain")
+def test_single_queries_beside_none() -> None:
+    """FlashAttention-2 would take a longest block of 1 for one query in every block."""
+    library = LIBRARIES[2]
+    q, k, v = (torch.randn(n, 2, 8, dtype=torch.float64) for n in (2, 12, 12))
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1, 2], [0, 5, 8, 12]))
+    library.calls.clear()
+    out = rfa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, 5, kernel=library.name)
+    (block,) = library.calls
+    assert block.max_seqlen_q > 1
+    assert block.cu_seqlens_q is not None
+    assert block.cu_seqlens_q.tolist() == [0, 1, 1, 2]
+    want, _ = oracle(q, k, v, Rules(), cu_q.tolist(), cu_k.tolist())
+    torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("plain")
 def test_any_strides() -> None:
     """Libraries want the numbers of a row side by side; users may have them otherwise."""
     q, k, v, dout = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in inputs_of(None))
@@ -480,6 +517,18 @@ def test_a_kernel_that_is_registered_comes_first(monkeypatch: pytest.MonkeyPatch
     for name in ("mine", "fa2"):
         base.register_kernel(name, "anything")
     assert base.candidates("auto", call)[:3] == ("fa2", "mine", "fa4")
+    base.load_kernel.cache_clear()
+
+
+def test_a_kernel_under_the_name_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is not the library, and need not want a GPU."""
+    monkeypatch.setattr(base, "_ENTRIES", dict(base._ENTRIES))
+    monkeypatch.setattr(base, "_registered", [])
+    base.register_kernel("fa2", "ring_flash_attn.kernels.reference")
+    x = torch.randn(1, 4, 2, 8)
+    assert torch.equal(
+        rfa.flash_attn_func(x, x, x, kernel="fa2"), rfa.flash_attn_func(x, x, x, kernel="reference")
+    )
     base.load_kernel.cache_clear()
 
 

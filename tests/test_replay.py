@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from plain_library import PlainLibrary
 from replays import TorchBlock, small, stage, tensors
 from typer.testing import CliRunner, Result
 
@@ -22,6 +25,8 @@ from ring_flash_attn.bench.timeline import BACKWARD, COMPUTE, FORWARD, TRANSFERS
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.drawing.timeline import draw_timeline
 from ring_flash_attn.cli.replaying import explain, notes
+from ring_flash_attn.kernels import base
+from ring_flash_attn.kernels.native.blocks import LibraryKernel
 from ring_flash_attn.layout import layout_names
 from ring_flash_attn.plan import Payload, Plan, Side, Transfer, make_plan, route_names
 
@@ -78,6 +83,23 @@ def test_every_layout_and_route_is_replayed(layout: str, route: str) -> None:
         bars = [bar for bar in found.timeline if bar.direction == direction]
         assert sum(bar.lane == COMPUTE for bar in bars) == walked.launches
         assert sum(bar.lane == TRANSFERS for bar in bars) == walked.posts
+
+
+def test_a_kernel_of_blocks_holds_no_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the query ring, out travels in its place."""
+    module = ModuleType("plain_kernel")
+    module.KERNEL = LibraryKernel(PlainLibrary(True, False))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "plain_kernel", module)
+    entries = {**base._ENTRIES, "plain": base.Entry("plain_kernel", "")}
+    monkeypatch.setattr(base, "_ENTRIES", entries)
+    plain, reference = (
+        stage(kernel=kernel, world_size=2, route="query_ring", causal=False).rank(0, None)
+        for kernel in ("plain", "reference")
+    )
+    ours, theirs = (walk_through(each.job, each.shard)[1] for each in (plain, reference))
+    assert "delta" in theirs.held
+    assert "delta" not in ours.held
+    assert ours.sent - theirs.sent == 20 * 4 * (8 * 2 - 4)
 
 
 def test_several_sources_in_one_launch() -> None:
