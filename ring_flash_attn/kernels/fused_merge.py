@@ -46,7 +46,6 @@ def merge_kernel(
     our_weight, their_weight = tl.exp(ours - m), tl.exp(theirs - m)
     total = our_weight + their_weight
     safe = tl.where(total > 0, total, 1.0)
-    tl.store(lse_ptrs, tl.where(total > 0, m + tl.log(safe), float("-inf")), mask=touched)
 
     columns = tl.arange(0, DV)
     inside = columns[None, :] < dv
@@ -58,6 +57,11 @@ def merge_kernel(
     their_out = tl.load(block_ptrs, mask=(their_weight > 0)[:, None] & inside, other=0.0)
     out = out * (our_weight / safe)[:, None]
     out += their_out.to(tl.float32) * (their_weight / safe)[:, None]
+
+    # Every warp has read the rows' lse, and some perhaps the same numbers of out: not until all of
+    # them have may one of them write.
+    tl.debug_barrier()
+    tl.store(lse_ptrs, tl.where(total > 0, m + tl.log(safe), float("-inf")), mask=touched)
     is_final = (bits & 2) != 0
     if RESULT:
         result_ptrs = result_ptr + batch * r_batch + head * r_head

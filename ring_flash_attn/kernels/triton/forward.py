@@ -213,6 +213,7 @@ def forward_kernel(
         acc = acc * (keep_scale / l_safe)[:, None]
     else:
         acc = acc / l_safe[:, None]
+    tl.debug_barrier()  # several warps may have read the lse that one of them writes
     tl.store(lse_ptrs, tl.where(total > 0, (m + tl.log2(l_safe)) * LN2, float("-inf")), mask=valid)
     if RESULT and (flags & 2) != 0:
         result_ptrs = result_ptr + batch.to(tl.int64) * r_batch + head * r_head
