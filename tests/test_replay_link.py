@@ -126,6 +126,7 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     wire = CudaWire.__new__(CudaWire)
     wire._device, wire._stream, wire._copying = CPU, side, copies  # type: ignore[assignment]
+    wire._posted = wire._joined = 0
     monkeypatch.setattr(pace, "_clock", lambda: FakeClock(log))
     monkeypatch.setattr(pace, "wire_of", lambda device: wire)
     peers = Peers(CPU, Link("own", 1e3, 1.0), Bank(CPU))
@@ -136,21 +137,25 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     other.post([received(1, 1, 1, 1)])  # 4 bytes
     one.wait()
     other.wait()
-    posts = [
-        [
+    other.post([received(3, 1, 1, 1)])  # 12 bytes
+
+    def of_post(begin: int, seconds: float) -> list[tuple[object, ...]]:
+        return [
             ("side", "waits for", "main"),
-            ("copies", "waits for", "side"),
             ("side", "spins", seconds),
+            ("copies", "waits for", begin + 1),
             ("side", "waits for", "copies"),
         ]
-        for seconds in (1.008, 3.0, 1.004)
-    ]
+
     assert log == [
-        *posts[0],
-        *posts[1],
-        *posts[2],
-        ("main", "waits for", 8),
-        ("main", "waits for", 12),
+        *of_post(0, 1.008),
+        ("main", "waits for", 1),
+        *of_post(5, 3.0),  # while the first is under way
+        *of_post(9, 1.004),
+        ("main", "waits for", 9),
+        ("main", "waits for", 13),
+        *of_post(15, 1.012),
+        ("main", "waits for", 16),
     ]
     assert message.tensor.isfinite().all()
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -93,39 +93,48 @@ class CpuWire:
 class CudaWire:
     """Streams beside the others, of high priority: one takes its time, one copies meanwhile.
 
-    What takes the time is a single kernel, queued before the step's own work, which might leave no
-    room for it later.
+    What takes the time is a single kernel. The current stream waits until it is about to run: work
+    that fills the GPU would leave no room for it, and a real link needs none. (Not while an earlier
+    post holds the link.)
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream, self._copying = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        # Of different priorities: a GPU works off two streams of the same high one in turns.
+        self._stream, self._copying = (torch.cuda.Stream(device, priority=p) for p in (-2, -1))
+        self._posted = self._joined = 0  # posts, and those that the current stream has waited for
 
     def carry(self, copies: Copies, seconds: float, label: str, recorder: Recorder | None) -> None:
         """Spin for as long as the link takes; copy; be done when both are."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._copying.wait_stream(self._stream)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        begin = self._stream.record_event()
         with torch.cuda.stream(self._stream):
             if recorder is not None:
                 recorder.begin(TRANSFERS, label)
             if seconds:
                 _clock().spin(seconds)
+        self._copying.wait_event(begin)
         with torch.cuda.stream(self._copying):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
         self._stream.wait_stream(self._copying)
+        if self._posted == self._joined:
+            current.wait_event(begin)
+        self._posted += 1
         if recorder is not None:
             with torch.cuda.stream(self._stream):
                 recorder.end(TRANSFERS)
 
-    def ticket(self) -> torch.cuda.Event:
-        """An event behind the posts so far."""
-        return self._stream.record_event()
+    def ticket(self) -> tuple[torch.cuda.Event, int]:
+        """An event behind the posts so far, and how many these are."""
+        return self._stream.record_event(), self._posted
 
     def join(self, ticket: object) -> None:
         """The current stream waits for it, the host does not."""
-        assert isinstance(ticket, torch.cuda.Event)
-        torch.cuda.current_stream(self._device).wait_event(ticket)
+        event, posts = cast(tuple[torch.cuda.Event, int], ticket)
+        torch.cuda.current_stream(self._device).wait_event(event)
+        self._joined = max(self._joined, posts)
 
 
 def _clock() -> ModuleType:
