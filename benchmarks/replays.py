@@ -2,7 +2,8 @@
 
     python benchmarks/replays.py results/replays_h200.json [commit] [part of a name ...]
 
-The rank is the last one, which has the most to merge and so is the slowest; NVLink 4 is emulated.
+Zigzag's first and last rank, which receive and which merge the most; all ranks where they are not
+balanced. NVLink 4 is emulated.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def scenarios() -> dict[str, dict]:
         for sources in (1, 2, 4):
             name = f"documents, zigzag x ring x {kernel}, {sources} in a launch"
             found[name] = {**packed, "sources_per_launch": sources}
-        for layout in ("flat_contiguous", "zigzag"):
+        for layout, ranks in (("flat_contiguous", None), ("zigzag", [0, 7])):
             name = f"documents, {layout} x all_gather x {kernel}"
-            found[name] = {**packed, "layout": layout, "route": "all_gather", "heads_k_stride": 4}
+            gathered = {"layout": layout, "route": "all_gather", "heads_k_stride": 4}
+            found[name] = {**packed, **gathered, "ranks": ranks}
     return {name: each for name, each in found.items() if not _lacks(each["kernel"])}
 
 
@@ -71,7 +73,9 @@ def main(path: str, commit: str | None = None, *parts: str) -> None:
     for name, options in scenarios().items():
         if parts and not any(part in name for part in parts):
             continue
-        found = replay(**{**SHAPE, "ranks": [7], "link": "nvlink4", "repeats": REPEATS, **options})
+        found = replay(
+            **{**SHAPE, "ranks": [0, 7], "link": "nvlink4", "repeats": REPEATS, **options}
+        )
         report["replays"][name] = found.to_dict()
         print(line(name, found), flush=True)
         Path(path).write_text(json.dumps(report, indent=1) + "\n")

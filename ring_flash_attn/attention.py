@@ -205,7 +205,8 @@ def _backward_at_once(job: Job, only: Only, shard: QKV, dout: Tensor, saved: Sav
         make_k(k, memory_format=compact),
         make_k(v, memory_format=compact),
     )
-    job.kernel.backward(dout, q, k, v, only.tiles, saved, Grads(*grads, fresh=True), job.call)
+    fresh = Grads(*grads, fresh_q=True, fresh_k=True)
+    job.kernel.backward(dout, q, k, v, only.tiles, saved, fresh, job.call)
     return grads
 
 
@@ -314,7 +315,8 @@ class _Backward(Walker):
             (Payload.RESULT, Side.QUERY): (Field(group, call.headdim, call.state_dtype),),
             (Payload.RESULT, Side.KEY): _key_fields(call, call.state_dtype),
         }
-        dq, dk, dv = (torch.zeros(x.shape, dtype=call.state_dtype, device=x.device) for x in shard)
+        dq = self._accumulator(q, Side.QUERY)
+        dk, dv = self._accumulator(k, Side.KEY), self._accumulator(v, Side.KEY)
         self.home = {
             (Payload.INPUT, Side.QUERY): (
                 q,
@@ -327,16 +329,21 @@ class _Backward(Walker):
             (Payload.RESULT, Side.KEY): (dk, dv),
         }
 
+    def _accumulator(self, x: Tensor, side: Side) -> Tensor:
+        make = torch.empty if self.path.begins[side] else torch.zeros
+        return make(x.shape, dtype=self.job.call.state_dtype, device=x.device)
+
     def launch(self, work: Work) -> None:
         q, dout, lse, delta_or_out = self.inputs(work, Side.QUERY)
         k, v = self.inputs(work, Side.KEY)
+        fresh_q, fresh_k = (self.is_fresh(work, side) for side in Side)
         (dq,), (dk, dv) = self.results(work, Side.QUERY), self.results(work, Side.KEY)
         call = self.job.call.of_heads(*work.heads)
         if as_block(self.job.kernel) is None:
             saved = Saved(lse, delta_or_out)
         else:
             saved = Saved(lse, lse.new_empty(0), delta_or_out)
-        grads = Grads(dq, dk, dv)
+        grads = Grads(dq, dk, dv, fresh_q, fresh_k)
         self.job.kernel.backward(dout, q, k, v, work.tiles, saved, grads, call)
 
     def combine(self, side: Side, ours: Views, theirs: Views) -> None:

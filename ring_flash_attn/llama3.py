@@ -112,10 +112,10 @@ class Llama3Problem:
             return self._queries()
         return self._keys(rank * self.size_k, (rank + 1) * self.size_k)
 
-    def pieces(self, side: Side, rank: int) -> tuple[Piece, ...]:
+    def pieces(self, owner: int, user: int) -> tuple[Piece, ...]:
         """Shards stay whole: they follow each other in the stream, whatever the documents are."""
-        size = self.size(side, rank)
-        return (Piece(0, rank * size, rank, 0, size),) if size else ()
+        size = self.size_k
+        return (Piece(0, owner * size, owner, 0, size),) if size else ()
 
     def _queries(self) -> tuple[Span, ...]:
         found, row, k_offset = [], 0, self.k_start

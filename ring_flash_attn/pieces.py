@@ -7,12 +7,12 @@ position, so that what a query sees of all of them lies together:
     in one buffer                   chunks 0, 1, 4, 5            two pieces of each shard
 
 A piece is what of a shard lies together in every such buffer, whoever else is in it. So all ranks
-cut a shard into the same pieces, and can send them one by one.
+cut a shard into the same pieces, and can send them one by one: those that the other one needs.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -80,21 +80,30 @@ def arrange(shards: Sequence[Sequence[Piece]]) -> dict[Piece, int]:
     return dict(zip(pieces, accumulate((p.length for p in pieces), initial=0), strict=False))
 
 
+def within(spans: Sequence[Span], piece: Piece) -> Sequence[Span]:
+    """Those spans of a shard that are in a piece of it."""
+    first, end = (
+        bisect_left(spans, row, key=lambda span: span.start)
+        for row in (piece.start, piece.start + piece.length)
+    )
+    return spans[first:end]
+
+
 def lay(shards: Sequence[tuple[Sequence[Span], Sequence[Piece]]]) -> list[Span]:
     """Spans of several shards as they lie in one buffer, in the order of its rows.
 
     Where one goes on with the tokens that follow those of the one before, the two become one.
 
     Args:
-        shards: the spans and the pieces of each; spans that nobody asks about may be left out.
+        shards: the spans of each, and those of its pieces that are in the buffer.
     """
     rows = arrange([pieces for _, pieces in shards])
-    moved = []
-    for spans, pieces in shards:
-        starts = [piece.start for piece in pieces]
-        for span in spans:
-            piece = pieces[bisect_right(starts, span.start) - 1]
-            moved.append(span.moved(rows[piece] - piece.start))
+    moved = [
+        span.moved(rows[piece] - piece.start)
+        for spans, pieces in shards
+        for piece in pieces
+        for span in within(spans, piece)
+    ]
     return _joined(sorted(moved, key=lambda span: span.start))
 
 

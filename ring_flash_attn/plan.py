@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 from .layout import Layout, Span, spans
-from .pieces import Piece, cut, lay
+from .pieces import Piece, cut, lay, within
 from .tiles import Mask, Tile, make_tile, make_tiles
 
 Heads = tuple[int, int]  # first and one past the last KV head
@@ -44,8 +44,8 @@ class Transfer:
     Attributes:
         payload, side, owner, heads: what.
         source, target: from whom to whom.
-        cut: whether the shard goes in the pieces of `Problem.pieces`, and not as a whole. It has to
-            where either end has it in a buffer with others.
+        cut: whether of the keys only the pieces of `Problem.pieces` go, and not the whole shard. It
+            has to where either end has it in a buffer with others.
     """
 
     payload: Payload
@@ -55,6 +55,11 @@ class Transfer:
     source: int
     target: int
     cut: bool = False
+
+    @property
+    def user(self) -> int:
+        """Whose launch it is for: inputs go there, results come from there."""
+        return self.target if self.payload is Payload.INPUT else self.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +163,26 @@ class Problem:
         """Number of tokens that `rank` holds of one side."""
         return sum(span.length for span in self.spans(side, rank))
 
-    def pieces(self, side: Side, rank: int) -> tuple[Piece, ...]:
-        """What a shard is cut into where it lies in a buffer with others, in order of its rows."""
-        key = ("pieces", side)
+    def pieces(self, owner: int, user: int) -> tuple[Piece, ...]:
+        """What `user` needs of a rank's keys, as it lies in a buffer with others; by rows."""
+        key = ("pieces", owner, user)
         if key not in self._memo:
-            self._memo[key] = cut([self.spans(side, r) for r in range(self.world_size)])
-        found: tuple[Piece, ...] = self._memo[key][rank]
+            self._memo[key] = tuple(
+                piece for piece in self._all_pieces(owner) if self._needed(user, piece)
+            )
+        found: tuple[Piece, ...] = self._memo[key]
         return found
+
+    def _all_pieces(self, owner: int) -> tuple[Piece, ...]:
+        key = ("all pieces",)
+        if key not in self._memo:
+            self._memo[key] = cut([self.spans(Side.KEY, r) for r in range(self.world_size)])
+        found: tuple[Piece, ...] = self._memo[key][owner]
+        return found
+
+    def _needed(self, query_rank: int, piece: Piece) -> bool:
+        keys = within(self.spans(Side.KEY, piece.owner), piece)
+        return bool(make_tiles(self.spans(Side.QUERY, query_rank), keys, self.mask))
 
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Whether the mask leaves anything of these queries against these keys."""
@@ -233,16 +251,16 @@ def make_work(
     problem: Problem, query_rank: int, key_ranks: Sequence[int], heads: Heads
 ) -> tuple[Work, ...]:
     """The launch of a rank's queries against the keys of several; nothing if the mask is empty."""
-    queries, keys = problem.spans(Side.QUERY, query_rank), _keys(problem, key_ranks)
+    queries, keys = problem.spans(Side.QUERY, query_rank), _keys(problem, key_ranks, query_rank)
     tiles = make_tiles(queries, keys, problem.mask)
     return (Work((query_rank,), tuple(key_ranks), heads, tiles),) if tiles else ()
 
 
-def _keys(problem: Problem, owners: Sequence[int]) -> Sequence[Span]:
-    """Spans of the keys of some ranks, as they lie in one buffer."""
+def _keys(problem: Problem, owners: Sequence[int], user: int) -> Sequence[Span]:
+    """Spans of the keys of some ranks, as they lie in one buffer of `user`."""
     if len(owners) == 1:
         return problem.spans(Side.KEY, owners[0])
-    return lay([(problem.spans(Side.KEY, o), problem.pieces(Side.KEY, o)) for o in owners])
+    return lay([(problem.spans(Side.KEY, o), problem.pieces(o, user)) for o in owners])
 
 
 def _marked(rank: int, steps: Iterable[Step], size: int, nheads_k: int) -> Plan:

@@ -7,10 +7,10 @@ shard is a contiguous part of any buffer that holds it; kernels see it as (batch
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -81,13 +81,15 @@ class Move:
         transfer: what goes from whom to whom.
         slot: the buffer that it fills or empties.
         of_shard: rows of the shard, one slice for each message.
-        of_slot: the same rows, as they lie in the buffer.
+        of_slot: the same rows, as they lie in the buffer (not used at home).
+        of_parcel: the same rows, without what lies between them.
     """
 
     transfer: Transfer
     slot: _Slot
     of_shard: tuple[slice, ...]
     of_slot: tuple[slice, ...]
+    of_parcel: tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,11 @@ class Path:
     Attributes:
         plan: the same.
         sizes: number of rows of each side and owner.
+        places: for launches on the keys of several owners, where each piece begins in the buffer.
         moves: those of each step.
         last_use: after which step each buffer is free again.
+        begins: for each side, whether the first launches on this rank's own results name every row
+            of every head, before anything else is added.
         only: the launch, if there is one for all and nothing to send.
     """
 
@@ -118,9 +123,12 @@ class Path:
         self.plan = plan
         ranks = range(problem.world_size)
         self.sizes = {(side, rank): problem.size(side, rank) for side in Side for rank in ranks}
+        self._covers: dict[tuple[int, Side], bool] = {}
         self._slots = self._find_slots()
+        self.places = self._find_places(problem)
         self.moves = self._find_moves(problem)
         self.last_use = self._find_last_use()
+        self.begins = {side: self._begins(side, problem.nheads_k) for side in Side}
         self.only = self._find_only()
 
     def _find_only(self) -> Only | None:
@@ -148,29 +156,69 @@ class Path:
             for payload in Payload
         }
 
-    def _find_moves(self, problem: Problem) -> list[list[Move]]:
-        @functools.cache
-        def rows(side: Side, owners: tuple[int, ...]) -> dict[Piece, int]:
-            return arrange([problem.pieces(side, owner) for owner in owners])
+    def _find_places(self, problem: Problem) -> dict[tuple[int, ...], dict[Piece, int]]:
+        rank = self.plan.rank
+        several = {slot.owners for slot in self._slots.values() if len(slot.owners) > 1}
+        return {owners: arrange([problem.pieces(o, rank) for o in owners]) for owners in several}
 
+    def _find_moves(self, problem: Problem) -> list[list[Move]]:
         def move(transfer: Transfer) -> Move:
             slot, size = self._slot(transfer), self.sizes[transfer.side, transfer.owner]
             if not transfer.cut:
                 assert len(slot.owners) == 1, f"{transfer} goes whole, but {slot} has others too"
-                return Move(transfer, slot, (slice(0, size),), (slice(0, size),))
-            first = rows(transfer.side, slot.owners)
-            pieces = problem.pieces(transfer.side, transfer.owner)
-            of_shard = tuple(slice(p.start, p.start + p.length) for p in pieces)
-            of_slot = tuple(slice(first[p], first[p] + p.length) for p in pieces)
-            return Move(transfer, slot, of_shard, of_slot)
+                return Move(transfer, slot, *[(slice(0, size),)] * 3)
+            pieces = problem.pieces(transfer.owner, transfer.user)
+            lengths = [piece.length for piece in pieces]
+            of_shard = _slices([piece.start for piece in pieces], lengths)
+            of_parcel = _slices(accumulate(lengths, initial=0), lengths)
+            if len(slot.owners) == 1 or transfer.user != self.plan.rank:  # ours, at home
+                return Move(transfer, slot, of_shard, of_shard, of_parcel)
+            places = self.places[slot.owners]
+            of_slot = _slices([places[piece] for piece in pieces], lengths)
+            return Move(transfer, slot, of_shard, of_slot, of_parcel)
 
         return [[move(transfer) for transfer in step.transfers] for step in self.plan.steps]
+
+    def rows(self, slot: _Slot) -> int:
+        """Number of rows of a buffer."""
+        if len(slot.owners) == 1:
+            return self.sizes[slot.side, slot.owners[0]]
+        return sum(piece.length for piece in self.places[slot.owners])
 
     def _slot(self, transfer: Transfer) -> _Slot:
         """The buffer that a transfer fills or empties."""
         key = (transfer.payload, transfer.side, transfer.owner, transfer.heads)
         alone = _Slot(transfer.payload, transfer.side, (transfer.owner,), transfer.heads)
         return self._slots.get(key, alone)  # alone: passes through, no launch
+
+    def covers(self, work: Work, side: Side) -> bool:
+        """Whether a launch of the plan names every row of one side's buffer."""
+        key = id(work), side
+        if key not in self._covers:
+            spans = (tile.query if side is Side.QUERY else tile.key for tile in work.tiles)
+            rows = {span.start: span.length for span in spans}
+            slot = _Slot(Payload.RESULT, side, work.owners(side), work.heads)
+            self._covers[key] = sum(rows.values()) == self.rows(slot)
+        return self._covers[key]
+
+    def _begins(self, side: Side, nheads_k: int) -> bool:
+        heads: set[int] = set()
+        for step in self.plan.steps:
+            for work in step.work:
+                new = set(range(*work.heads)) - heads
+                if work.owners(side) == (self.plan.rank,) and new:
+                    if not self.covers(work, side) or len(new) < work.heads[1] - work.heads[0]:
+                        return False
+                    heads |= new
+            coming = {
+                head
+                for t in step.transfers
+                if t.payload is Payload.RESULT and (t.side, t.owner) == (side, self.plan.rank)
+                for head in range(*t.heads)
+            }
+            if coming - heads:  # (what a copy in place adds to is there before the step)
+                return False
+        return len(heads) == nheads_k
 
     def _find_last_use(self) -> dict[int, list[_Slot]]:
         """After which step each buffer is free again."""
@@ -214,6 +262,7 @@ class Walker:
         self.path, self.plan, self.rank = path, path.plan, path.plan.rank
         self._transport, self._batch, self._device = transport, batch, device
         self._buffers: dict[_Slot, Buffers] = {}
+        self._begun: set[tuple[Side, Heads]] = set()
         self._free: Free = {} if free is None else free
         self._arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
 
@@ -236,16 +285,15 @@ class Walker:
     def post(self, number: int) -> None:
         """Start the transfers of a step."""
         messages: list[Message] = []
-        outgoing: dict[tuple[Payload, Side, int, Heads], list[Tensor]] = {}
+        ours: dict[tuple[Side, Heads], Buffers] = {}  # sent to several, made contiguous once
         for move in self.path.moves[number]:
             transfer = move.transfer
             if transfer.source == transfer.target:
                 self._copy_in_place(move)
             elif transfer.source == self.rank:
-                key = (transfer.payload, transfer.side, transfer.owner, transfer.heads)
-                if key not in outgoing:
-                    outgoing[key] = self._outgoing(move)
-                messages += [Message(t, transfer.target, receive=False) for t in outgoing[key]]
+                messages += [
+                    Message(t, transfer.target, receive=False) for t in self._outgoing(move, ours)
+                ]
             else:
                 messages += [
                     Message(t, transfer.source, receive=True) for t in self._incoming(move)
@@ -276,6 +324,18 @@ class Walker:
         """Where a launch accumulates what belongs to one side."""
         return self._views(Payload.RESULT, work, side)
 
+    def is_fresh(self, work: Work, side: Side) -> bool:
+        """Whether a launch is the first to write there, and names every row; asked before it."""
+        if work.owners(side) == (self.rank,):
+            fresh = self.path.begins[side] and (side, work.heads) not in self._begun
+            self._begun.add((side, work.heads))
+            return fresh
+        slot = _Slot(Payload.RESULT, side, work.owners(side), work.heads)
+        if slot in self._buffers or not self.path.covers(work, side):
+            return False
+        self._buffers[slot] = self._new_buffer(slot)
+        return True
+
     def _views(self, payload: Payload, work: Work, side: Side) -> Views:
         fields, owners = self.fields[payload, side], work.owners(side)
         if owners == (self.rank,):
@@ -305,24 +365,27 @@ class Walker:
         home = self.home[transfer.payload, transfer.side]
         return tuple(f.of_heads(t, transfer.heads) for f, t in zip(fields, home, strict=True))
 
-    def _outgoing(self, move: Move) -> list[Tensor]:
+    def _outgoing(self, move: Move, ours: dict[tuple[Side, Heads], Buffers]) -> list[Tensor]:
         """What we send: our own shard, or one that is passing through, or what we have added up."""
         transfer = move.transfer
         if transfer.payload is Payload.RESULT or transfer.owner != self.rank:
             return _cut(self._buffer(move.slot), move.of_slot)
-        fields = self.fields[transfer.payload, transfer.side]
-        whole = (f.rows_first(t) for f, t in zip(fields, self._at_home(transfer), strict=True))
-        return _cut(whole, move.of_shard)
+        key = transfer.side, transfer.heads
+        if key not in ours:
+            fields = self.fields[transfer.payload, transfer.side]
+            home = self._at_home(transfer)
+            ours[key] = tuple(f.rows_first(t) for f, t in zip(fields, home, strict=True))
+        return _cut(ours[key], move.of_shard)
 
     def _incoming(self, move: Move) -> list[Tensor]:
         """Where what we get belongs: inputs where launches look for them, results in between."""
         transfer = move.transfer
         if transfer.payload is Payload.INPUT:
             return _cut(self._buffer(move.slot), move.of_slot)
-        size = self.path.sizes[transfer.side, transfer.owner]
+        size = sum(rows.stop - rows.start for rows in move.of_parcel)
         buffers = self._take(self.fields[transfer.payload, transfer.side], size, transfer.heads)
         self._arrivals.append((move, buffers))
-        return _cut(buffers, move.of_shard)
+        return _cut(buffers, move.of_parcel)
 
     def _add(self, move: Move, buffers: Buffers) -> None:
         """Results of others have arrived: add ours, or pass them on if we have none."""
@@ -330,28 +393,38 @@ class Walker:
         fields = self.fields[transfer.payload, transfer.side]
         theirs = tuple(f.view(b) for f, b in zip(fields, buffers, strict=True))
         if transfer.owner == self.rank:
-            ours = self._at_home(transfer)
+            home = self._at_home(transfer)
+            row = 0
+            for at in _joined(move.of_shard):
+                there = slice(row, row + at.stop - at.start)
+                ours = tuple(f.of_rows(t, at) for f, t in zip(fields, home, strict=True))
+                part = tuple(f.of_rows(t, there) for f, t in zip(fields, theirs, strict=True))
+                self.combine(transfer.side, ours, part)
+                row = there.stop
         else:
-            assert move.slot.owners == (transfer.owner,), "sums on their way lie alone"
+            assert not transfer.cut, "sums on their way are whole"
             if move.slot not in self._buffers:
                 self._buffers[move.slot] = buffers
                 return
             mine = self._buffers[move.slot]
             ours = tuple(f.view(b) for f, b in zip(fields, mine, strict=True))
-        self.combine(transfer.side, ours, theirs)
+            self.combine(transfer.side, ours, theirs)
         self._give_back(buffers)
 
     # Buffers.
 
     def _buffer(self, slot: _Slot) -> Buffers:
         if slot not in self._buffers:
-            size = sum(self.path.sizes[slot.side, owner] for owner in slot.owners)
-            fields = self.fields[slot.payload, slot.side]
-            self._buffers[slot] = buffers = self._take(fields, size, slot.heads)
+            self._buffers[slot] = buffers = self._new_buffer(slot)
             if slot.payload is Payload.RESULT:  # sent even where no launch adds to it
+                fields = self.fields[slot.payload, slot.side]
                 views = tuple(f.view(b) for f, b in zip(fields, buffers, strict=True))
                 self.clear(slot.side, views)
         return self._buffers[slot]
+
+    def _new_buffer(self, slot: _Slot) -> Buffers:
+        fields = self.fields[slot.payload, slot.side]
+        return self._take(fields, self.path.rows(slot), slot.heads)
 
     def _take(self, fields: Fields, size: int, heads: Heads) -> Buffers:
         """Buffers for `size` rows, used ones if there are any."""
@@ -368,6 +441,21 @@ class Walker:
     def _give_back(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:
             self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+
+
+def _slices(starts: Iterable[int], lengths: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + n) for start, n in zip(starts, lengths, strict=False))
+
+
+def _joined(rows: Iterable[slice]) -> list[slice]:
+    """The same rows, with neighbours as one."""
+    found: list[slice] = []
+    for each in rows:
+        if found and found[-1].stop == each.start:
+            found[-1] = slice(found[-1].start, each.stop)
+        else:
+            found.append(each)
+    return found
 
 
 def _cut(buffers: Iterable[Tensor], rows: Sequence[slice]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Fixtures: pools of ranks that live as long as the test run."""
+"""Fixtures: pools of ranks that live as long as the test run; memory that is NaN."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
     yield of
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """What nobody has written yet is NaN, so that using it shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -7,10 +7,10 @@ of the rank that computed it, travels in RESULT transfers, and must end at its o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
-from ring_flash_attn.layout import Sharding
+from ring_flash_attn.layout import Sharding, Span
 from ring_flash_attn.pieces import MOST_PIECES
 from ring_flash_attn.plan import Heads, Payload, Plan, Problem, Side, Transfer, Work, make_plan
 from ring_flash_attn.tiles import Tile
@@ -130,7 +130,7 @@ class Simulation:
             if owners != (rank,):  # otherwise our own shard is read in place
                 missing = {(side, o, work.heads) for o in owners} - self.there[rank]
                 assert not missing, f"rank {rank} launches without {missing}"
-            rows[side] = buffer_rows(self.problem, side, owners)
+            rows[side] = buffer_rows(self.problem, side, owners, rank)
         assert work.tiles, "an empty launch"
         for tile in work.tiles:
             self._check_spans(tile, rows)
@@ -162,28 +162,60 @@ class Simulation:
         self.sums[rank].setdefault(parcel, Counter()).update(new)
 
 
-def buffer_rows(problem: Problem, side: Side, owners: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(owner, token) of each row of a buffer: a shard as it is, several by document and position.
-
-    Whole ones by their first tokens, if that would cut some shard into more than `MOST_PIECES`.
-    """
-    shards = [(owner, problem.spans(side, owner)) for owner in owners]
-    shards.sort(key=lambda each: [(s.document, s.position, each[0]) for s in each[1][:1]])
-    spans = [(owner, span) for owner, shard in shards for span in shard]
-    if len(owners) > 1 and most_pieces(problem, side) <= MOST_PIECES:
-        spans.sort(key=lambda each: (each[1].document, each[1].position, each[0]))
-    return [(owner, s.index + s.stride * n) for owner, s in spans for n in range(s.length)]
+Row = tuple[int, int]  # owner, token
 
 
-def most_pieces(problem: Problem, side: Side) -> int:
-    """Parts of a shard that lie together when all ranks' spans are sorted."""
-    shards = [problem.spans(side, rank) for rank in range(problem.world_size)]
+def buffer_rows(problem: Problem, side: Side, owners: tuple[int, ...], user: int) -> list[Row]:
+    """What lies in each row of a buffer of `user`: a shard as it is; of several the parts that are
+    needed, by the document and position of their first tokens."""
+    if len(owners) == 1:
+        return tokens_of(owners[0], problem.spans(side, owners[0]))
+    assert side is Side.KEY
+    parts = [(part, owner) for owner in owners for part in needed_parts(problem, owner, user)]
+    parts.sort(key=lambda each: (each[0][0].document, each[0][0].position, each[1]))
+    return [row for part, owner in parts for row in tokens_of(owner, part)]
+
+
+def tokens_of(owner: int, spans: Iterable[Span]) -> list[Row]:
+    """All tokens of some spans."""
+    return [(owner, s.index + s.stride * n) for s in spans for n in range(s.length)]
+
+
+def needed_parts(problem: Problem, owner: int, user: int) -> list[list[Span]]:
+    """The parts of a shard of keys in which some query of `user` sees something."""
+    queries = [
+        (s.document, s.position + s.stride * n)
+        for s in problem.spans(Side.QUERY, user)
+        for n in range(s.length)
+    ]
+
+    def is_seen(key: Span) -> bool:
+        return any(
+            document == key.document
+            and problem.mask.allows(key.position + key.stride * n - position)
+            for document, position in queries
+            for n in range(key.length)
+        )
+
+    return [part for part in all_parts(problem)[owner] if any(map(is_seen, part))]
+
+
+def all_parts(problem: Problem) -> list[list[list[Span]]]:
+    """For each rank what of its keys lies together when those of all ranks are sorted; everything,
+    if some rank had more than `MOST_PIECES`."""
+    shards = [problem.spans(Side.KEY, rank) for rank in range(problem.world_size)]
     named = [[(s.document, s.position, rank) for s in spans] for rank, spans in enumerate(shards)]
     place = {name: n for n, name in enumerate(sorted(name for names in named for name in names))}
-    return max(
-        sum(n == 0 or place[name] != place[names[n - 1]] + 1 for n, name in enumerate(names))
-        for names in named
-    )
+    found: list[list[list[Span]]] = []
+    for spans, names in zip(shards, named):
+        found.append([])
+        for n, span in enumerate(spans):
+            if n == 0 or place[names[n]] != place[names[n - 1]] + 1:
+                found[-1].append([])
+            found[-1][-1].append(span)
+    if max(map(len, found)) > MOST_PIECES:
+        return [[list(spans)] if spans else [] for spans in shards]
+    return found
 
 
 def parcel_of(transfer: Transfer) -> Parcel:

@@ -23,6 +23,8 @@ from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
 from ring_flash_attn.layout import layout_names, register_layout
 
+pytestmark = pytest.mark.usefixtures("nan_memory")
+
 SOURCES = (1, 2, 3, 8)
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},

@@ -159,8 +159,16 @@ def inputs_of(cu_seqlens: list[int] | None) -> list[torch.Tensor]:
     ]
 
 
-def check(kernel: str, layout: str, route: str, rules: Rules, cu_seqlens: list[int] | None) -> None:
-    """Out, lse and gradients, of three virtual ranks, to fp64's precision."""
+def check(
+    kernel: str,
+    layout: str,
+    route: str,
+    rules: Rules,
+    cu_seqlens: list[int] | None,
+    world_size: int = 3,
+    sources: int | None = None,
+) -> None:
+    """Out, lse and gradients, of virtual ranks, to fp64's precision."""
     q, k, v, dout = inputs_of(cu_seqlens)
     options = {"causal": rules.causal, "window_size": rules.window_size}
     results = []
@@ -170,13 +178,14 @@ def check(kernel: str, layout: str, route: str, rules: Rules, cu_seqlens: list[i
         if ours:
             out, lse, _ = rfa.virtual_ring_attention(
                 *leaves,
-                world_size=3,
+                world_size=world_size,
                 layout=layout,
                 route=route,
                 kernel=kernel,
                 cu_seqlens=cu_seqlens,
                 sink=sink,
                 return_attn_probs=True,
+                sources_per_launch=sources,
                 **options,
             )
         else:
@@ -189,11 +198,13 @@ def check(kernel: str, layout: str, route: str, rules: Rules, cu_seqlens: list[i
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 @pytest.mark.parametrize("layout", layout_names())
-@pytest.mark.usefixtures("plain")
+@pytest.mark.usefixtures("plain", "nan_memory")
 def test_blocks_are_merged(layout: str, library: PlainLibrary) -> None:
     for number, (route, rules) in enumerate(product(route_names(), RULES)):
         cu_seqlens = [None, [0, 11, 11, 30, 31, 37]][number % 2]
         check(library.name, layout, route, rules, cu_seqlens)
+    for rules, cu_seqlens in product(RULES, [None, [0, 4, 4, 9, 37]]):
+        check(library.name, layout, "ring", rules, cu_seqlens, 4, sources=2)
 
 
 @pytest.mark.usefixtures("plain")

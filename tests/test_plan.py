@@ -15,8 +15,10 @@ from simulate import (
     allowed,
     between,
     buffer_rows,
+    needed_parts,
     parcel_of,
     plans_of,
+    tokens_of,
     useless_inputs,
 )
 from strategies import problems, world_sizes
@@ -125,12 +127,16 @@ def test_messages_lead_to_the_rows_that_launches_read(
             for move in moves:
                 t = move.transfer
                 parts.setdefault((number, t), []).append(move.of_shard)
-                shard = buffer_rows(problem, t.side, (t.owner,))
-                there = buffer_rows(problem, t.side, move.slot.owners)
-                assert [row for rows in move.of_shard for row in shard[rows]] == shard
-                assert [shard[rows] for rows in move.of_shard] == [
-                    there[rows] for rows in move.of_slot
-                ]
+                shard = tokens_of(t.owner, problem.spans(t.side, t.owner))
+                there = buffer_rows(problem, t.side, move.slot.owners, path.plan.rank)
+                sent, needed = [shard[rows] for rows in move.of_shard], shard
+                if t.cut:
+                    spans = [s for part in needed_parts(problem, t.owner, t.user) for s in part]
+                    needed = tokens_of(t.owner, spans)
+                assert [row for rows in sent for row in rows] == needed
+                if not t.cut or t.user == path.plan.rank:
+                    assert [there[rows] for rows in move.of_slot] == sent
+                assert [needed[rows] for rows in move.of_parcel] == sent
     for (_, t), ends in parts.items():
         assert len(ends) == (1 if t.source == t.target else 2)
         assert ends[0] == ends[-1]
@@ -157,26 +163,48 @@ def launches_of(plan: Plan) -> list[Work]:
 @pytest.mark.parametrize("sources", [1, 2, 3, 4, 5, 7, 20])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 11])
 def test_a_launch_takes_as_many_sources_as_asked_for(world_size: int, sources: int) -> None:
-    """As few launches as possible, nearly equal, the smaller ones first."""
+    """As few launches as possible, nearly equal, the smaller ones first; backward, the last one
+    takes a single source."""
     lengths = (8 * world_size,)
     problem = Problem(get_layout("zigzag"), lengths, lengths, world_size, Mask(), 1, 1, sources)
-    for plan in plans_of("ring", problem, backward=False):
-        own, *others = [len(work.keys) for work in launches_of(plan)]
-        assert own == 1
-        assert sum(others) == world_size - 1
-        assert others == sorted(others)
-        assert len(others) == -(-(world_size - 1) // sources)
-        assert not others or others[0] >= others[-1] - 1
-        assert max(others, default=0) <= sources
+    for backward in (False, True):
+        for plan in plans_of("ring", problem, backward):
+            own, *others = [len(work.keys) for work in launches_of(plan)]
+            assert own == 1
+            assert sum(others) == world_size - 1
+            if backward and others:
+                assert others.pop() == 1
+                others.reverse()
+            assert others == sorted(others)
+            assert len(others) == -(-sum(others) // sources)
+            assert not others or others[0] >= others[-1] - 1
+            assert max(others, default=0) <= sources
 
 
-def test_seven_hops_by_four_are_three_and_four() -> None:
+def test_seven_hops_by_four() -> None:
+    """3 + 4; backward 3 + 3 + 1."""
     lengths = (64,)
     problem = Problem(get_layout("stripe"), lengths, lengths, 8, Mask(), 1, 1, 4)
     plan = make_plan("ring", problem, 2)
     assert [work.keys for work in launches_of(plan)] == [(2,), (0, 1, 7), (3, 4, 5, 6)]
     arriving = [[t.source for t in step.transfers if t.target == 2] for step in plan.steps]
     assert arriving == [[0, 1, 7], [3, 4, 5, 6], []]
+    backward = make_plan("ring", problem, 2, backward=True)
+    assert [work.keys for work in launches_of(backward)] == [(2,), (0, 1, 7), (4, 5, 6), (3,)]
+
+
+def test_the_upper_half_of_a_zigzag_shard_goes_to_lower_ranks_alone() -> None:
+    """Rank 3 of 8 by 7 sources: half of the shards below, all of those above; in order."""
+    problem = causal("zigzag", 16 * 10, 8, sources=7)
+    path = Path(make_plan("ring", problem, 3), problem)
+    rows = {
+        move.transfer.owner: sum(each.stop - each.start for each in move.of_shard)
+        for move in path.moves[0]
+        if move.transfer.target == 3
+    }
+    assert rows == {0: 10, 1: 10, 2: 10, 4: 20, 5: 20, 6: 20, 7: 20}
+    (slot,) = {move.slot for move in path.moves[0] if move.transfer.target == 3}
+    assert path.rows(slot) == sum(rows.values())
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -419,6 +447,28 @@ def test_a_shard_that_lies_with_others_must_be_cut() -> None:
     ]
     with pytest.raises(AssertionError, match="goes whole, but"):
         Path(replace(plan, steps=tuple(whole)), problem)
+
+
+def begins(problem: Problem, *steps: Step) -> list[bool]:
+    """For queries and keys of rank 1, whether these steps begin with every row."""
+    path = Path(planning._marked(1, steps, problem.size(Side.QUERY, 1), problem.nheads_k), problem)
+    return [path.begins[side] for side in Side]
+
+
+def test_results_begin_where_launches_name_every_row_first() -> None:
+    problem = causal("zigzag", 24, 2, nheads_k=4)
+    low, high, all_heads = (make_work(problem, 1, [1], h) for h in ((0, 2), (2, 4), (0, 4)))
+    assert begins(problem, Step(work=all_heads)) == [True, True]
+    assert begins(problem, Step(work=low), Step(work=high)) == [True, True]
+    assert begins(problem, Step(work=low)) == [False, False]
+    assert begins(problem, Step(work=low), Step(work=all_heads)) == [False, False]
+    assert begins(problem, Step(work=make_work(problem, 1, [0], (0, 4)))) == [True, False]
+    window = causal("zigzag", 24, 2, window=0, nheads_k=4)
+    part = replace(all_heads[0], tiles=make_work(window, 1, [1], (0, 4))[0].tiles[:1])
+    assert begins(problem, Step(work=(part,)), Step(work=all_heads)) == [False, False]
+    home = Transfer(Payload.RESULT, Side.KEY, 1, (0, 4), 0, 1)
+    assert begins(problem, Step((home,)), Step(work=all_heads)) == [True, False]
+    assert begins(problem, Step(work=all_heads), Step((home,))) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from plain_library import PlainLibrary
 from replays import TorchBlock, small, stage, tensors
+from simulate import needed_parts
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench import LINKS, Link, Replay, replay
@@ -54,8 +55,12 @@ def plan_bytes(plan: Plan, scenario: Scenario, backward: bool) -> tuple[int, int
     sent = received = 0
     for transfer in (t for step in plan.steps for t in step.transfers):
         if transfer.source != transfer.target:
-            rows = scenario.size(transfer.owner) * (transfer.heads[1] - transfer.heads[0])
-            size = rows * scenario.batch * row_bytes(transfer, scenario, backward)
+            rows = scenario.size(transfer.owner)
+            if transfer.cut:
+                parts = needed_parts(scenario.problem, transfer.owner, transfer.user)
+                rows = sum(span.length for part in parts for span in part)
+            heads = transfer.heads[1] - transfer.heads[0]
+            size = rows * heads * scenario.batch * row_bytes(transfer, scenario, backward)
             sent += size * (transfer.source == plan.rank)
             received += size * (transfer.target == plan.rank)
     return sent, received
@@ -103,11 +108,11 @@ def test_a_kernel_of_blocks_holds_no_delta(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_several_sources_in_one_launch() -> None:
-    """Two launches and one post forward; what is held is named once."""
+    """Two launches and one post forward, one of each more backward; what is held is named once."""
     found = replay(**small(world_size=4, sources_per_launch=3, ranks=[3], dtype=torch.float32))
     forward, backward = found.ours.ranks[0].walked
-    assert (forward.launches, backward.launches) == (2, 2)
-    assert (forward.posts, backward.posts) == (1, 2)
+    assert (forward.launches, backward.launches) == (2, 3)
+    assert (forward.posts, backward.posts) == (1, 4)
     assert list(forward.held) == ["K, V in flight"]
     assert "A launch takes the keys of up to 3 other ranks." in list(explain(found))
 

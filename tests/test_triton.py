@@ -20,9 +20,12 @@ from ranks import Ranks
 import ring_flash_attn as rfa
 from ring_flash_attn.cli.oracle import Rules, oracle
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+pytestmark = [
+    pytest.mark.usefixtures("nan_memory"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    ),
+]
 
 DTYPES = {
     "fp32": (torch.float32, 2e-5),

@@ -122,13 +122,15 @@ class Grads:
 
     Attributes:
         dq, dk, dv: fp32 or fp64; kernels add to them.
-        fresh: for a `DirectKernel` alone, see there.
+        fresh_q, fresh_k: dq, or dk and dv, hold nothing yet in the rows that tiles name, and 0 in
+            others: kernels write them.
     """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    fresh: bool = False
+    fresh_q: bool = False
+    fresh_k: bool = False
 
 
 class Kernel(Protocol):
@@ -169,8 +171,8 @@ class DirectKernel(Kernel, Protocol):
     """A kernel that spares passes over memory: nothing is cleared before it or converted after it.
 
     Queries of tiles marked `first` have no state, whatever `State` holds of them (but lse, if
-    `Call.sink`). If `Grads.fresh`, the launch is the only one, and the rows that tiles touch are
-    written rather than added to. Then gradients, and likewise `State.out`, are in the user's dtype.
+    `Call.sink`). If a launch is the only one, `State.out` and the gradients are in the user's
+    dtype.
     """
 
     direct: bool  # true

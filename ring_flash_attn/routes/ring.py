@@ -10,9 +10,14 @@ A shard goes only as far as somebody still needs it.
 With `sources_per_launch` above 1, one launch takes the keys of several hops, which come straight
 from their owners. Rank 0 of 5, by 2:
 
-    step 0          step 1          step 2          step 3
+    step 0          step 1          step 2
     Q0·K0           Q0·(K4, K3)     Q0·(K2, K1)
-    get K4, K3      get K2, K1      return dK4, dK3 return dK2, dK1      (return: backward)
+    get K4, K3      get K2, K1
+
+    step 0          step 1          step 2          step 3          step 4
+    Q0·K0           Q0·(K4, K3)     Q0·K2           Q0·K1
+    get K4, K3      get K2          get K1
+                                    return dK4, dK3 return dK2      return dK1
 """
 
 from __future__ import annotations
@@ -101,10 +106,11 @@ def _leap(problem: Problem, rank: int, backward: bool) -> list[Step]:
 
     While a step works on one group of hops, the next group arrives: straight from its owners, in
     one batch, since a hop that had to wait for the one before it would find the GPU full of the
-    step's own work. Gradients go straight home in the step after their launch.
+    step's own work. Gradients go straight home in the step after their launch. Of a shard goes what
+    the other one needs.
     """
     last = [_stays(problem, owner, Side.KEY, 1)[1] for owner in range(problem.world_size)]
-    groups = [range(1), *_groups(max(last), problem.sources_per_launch)]  # hop 0: our own keys
+    groups = [range(1), *_groups(max(last), problem.sources_per_launch, backward)]  # 0: our own
 
     def visitor(hop: int) -> int:
         return (rank - hop) % problem.world_size
@@ -116,7 +122,7 @@ def _leap(problem: Problem, rank: int, backward: bool) -> list[Step]:
             if problem.needed(user, owner):
                 ends = (owner, user) if payload is Payload.INPUT else (user, owner)
                 what = (payload, Side.KEY, owner, problem.all_heads)
-                moves.append(Transfer(*what, *ends, cut=len(hops) > 1))
+                moves.append(Transfer(*what, *ends, cut=True))
         return moves
 
     def work(hops: range) -> tuple[Work, ...]:
@@ -131,11 +137,20 @@ def _leap(problem: Problem, rank: int, backward: bool) -> list[Step]:
     return steps
 
 
-def _groups(hops: int, most: int) -> list[range]:
-    """Hops 1 … `hops` in as few groups as `most` allows, as even as can be, smaller ones first."""
-    if not hops:
-        return []
-    count = -(-hops // most)
-    size, larger = divmod(hops, count)
-    sizes = [size] * (count - larger) + [size + 1] * larger
+def _groups(hops: int, most: int, backward: bool) -> list[range]:
+    """Hops 1 … `hops` in groups of at most `most`, as few and as even as can be.
+
+    Smaller ones go first, as only the launch on our own keys hides their way here. Backward, the
+    last one is a single hop, as nothing hides the way home of its gradients.
+    """
+    sizes = [*reversed(_even(hops - 1, most)), 1] if backward and hops else _even(hops, most)
     return [range(a, b) for a, b in pairwise(accumulate(sizes, initial=1))]
+
+
+def _even(total: int, most: int) -> list[int]:
+    """As few parts of at most `most` as possible, nearly equal, in ascending order."""
+    if not total:
+        return []
+    count = -(-total // most)
+    size, larger = divmod(total, count)
+    return [size] * (count - larger) + [size + 1] * larger

@@ -129,11 +129,23 @@ class LibraryKernel:
         launch = self._launch(tiles, q)
         k, v = launch.gathered(k), launch.gathered(v)
         dout, q, k, v = map(_side_by_side, (dout, q, k, v))
+        single = launch.calls[0][0] if len(launch.calls) == 1 else None
+        writes_q = grads.fresh_q and single is not None and single.query_rows == (0, q.shape[1])
+        writes_k = grads.fresh_k and single is not None and single.key_rows == (0, k.shape[1])
+        if grads.fresh_q and not writes_q:
+            grads.dq.zero_()
+        if grads.fresh_k and not writes_k:
+            grads.dk.zero_()
+            grads.dv.zero_()
         for lowered, block in launch.calls:
             dq, dk, dv = self._gradients(dout, q, k, v, saved, lowered, block, call)
-            grads.dq[:, slice(*lowered.query_rows)] += dq
-            launch.add(grads.dk, dk, slice(*lowered.key_rows))
-            launch.add(grads.dv, dv, slice(*lowered.key_rows))
+            columns = slice(*lowered.key_rows)
+            if writes_q:
+                grads.dq.copy_(dq)
+            else:
+                grads.dq[:, slice(*lowered.query_rows)] += dq
+            for into, grad in ((grads.dk, dk), (grads.dv, dv)):
+                launch.put(into, grad) if writes_k else launch.add(into, grad, columns)
 
     def alone(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], call: Call
@@ -225,6 +237,13 @@ class Launch:
     def gathered(self, x: Tensor) -> Tensor:
         """Keys or values, as the calls want them."""
         return x if self.rows is None else x.index_select(1, self.rows)
+
+    def put(self, into: Tensor, grad: Tensor) -> None:
+        """Write the gradient of all of these rows, which are all that there are."""
+        if self.rows is None:
+            into.copy_(grad)
+        else:
+            into.index_copy_(1, self.rows, grad.to(into.dtype))
 
     def add(self, into: Tensor, grad: Tensor, columns: slice) -> None:
         """Add the gradient of some of these rows."""

@@ -102,8 +102,8 @@ class TritonKernel:
         """Add the gradients that `tiles` contribute to `grads`, in two launches."""
         inputs = fit(q), fit(k), fit(v), fit(dout)
         stats = row_stats(saved, call)
-        launch_backward("keys", inputs, (stats, grads.dk, grads.dv), tiles, call, grads.fresh)
-        launch_backward("queries", inputs, (stats, grads.dq), tiles, call, grads.fresh)
+        launch_backward("keys", inputs, (stats, grads.dk, grads.dv), tiles, call, grads.fresh_k)
+        launch_backward("queries", inputs, (stats, grads.dq), tiles, call, grads.fresh_q)
 
 
 def launch_backward(
