@@ -1,4 +1,4 @@
-"""A small run of every Triton kernel in its main variants, for tools that watch each access.
+"""A small run of every kernel of ours in its main variants, for tools that watch each access.
 
     compute-sanitizer --tool memcheck python benchmarks/small_run.py
     compute-sanitizer --tool racecheck python benchmarks/small_run.py
@@ -13,29 +13,31 @@ import torch
 import ring_flash_attn as rfa
 
 
-def documents(headdim: int, dtype: torch.dtype, **options: object) -> None:
-    """Packed documents, none of a whole number of blocks, on one device and on two ranks."""
+def documents(headdim: int, dtype: torch.dtype, kernel: str = "triton", **options: object) -> None:
+    """Packed documents, none of a whole number of blocks, on one device and on several ranks."""
     torch.manual_seed(0)
     offsets = [0, 70, 71, 71, 200]
     cu_seqlens = torch.tensor(offsets, device="cuda", dtype=torch.int32)
     heads = (4, 2, 2, 4)
     q, k, v, dout = (torch.randn(200, h, headdim, device="cuda", dtype=dtype) for h in heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = rfa.triton_flash_attn_varlen_func(
-        *leaves, cu_seqlens, cu_seqlens, 129, 129, causal=True, **options
+    out = rfa.flash_attn_varlen_func(
+        *leaves, cu_seqlens, cu_seqlens, 129, 129, causal=True, kernel=kernel, **options
     )
     out.backward(dout)
-    out = rfa.virtual_ring_attention(
-        *leaves,
-        world_size=2,
-        layout="zigzag",
-        route="ring",
-        kernel="triton",
-        cu_seqlens=cu_seqlens,
-        causal=True,
-        **options,
-    )
-    out.backward(dout)
+    for world_size, sources in ((2, 1), (4, 3)):
+        out = rfa.virtual_ring_attention(
+            *leaves,
+            world_size=world_size,
+            layout="zigzag",
+            route="ring",
+            sources_per_launch=sources,
+            kernel=kernel,
+            cu_seqlens=cu_seqlens,
+            causal=True,
+            **options,
+        )
+        out.backward(dout)
 
 
 def batch(headdim: int, length: int) -> None:
@@ -47,13 +49,14 @@ def batch(headdim: int, length: int) -> None:
 
 
 def main() -> None:
-    """Descriptors and pointers, masks and none, dropout, 16 and 32 bits."""
+    """Descriptors and pointers, masks and none, dropout, 16 and 32 bits; a library's blocks."""
     batch(64, 256)
     batch(128, 256)
     documents(64, torch.bfloat16)
     documents(128, torch.bfloat16, window_size=(50, 0))
     documents(40, torch.float16, dropout_p=0.1)
     documents(32, torch.float32)
+    documents(64, torch.bfloat16, "fa2")  # the merge of its blocks
     torch.cuda.synchronize()
     print("done")
 

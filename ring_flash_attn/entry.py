@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 del _routes
 
+_CONNECTED = 16  # ranks of which each may have a connection to every other
+
 
 def run_batch(
     layout: str,
@@ -363,7 +365,7 @@ def make_problem(
             f"heads_k_stride = {heads_k_stride}: route {route!r} takes all heads at once"
         )
     if sources_per_launch is None:
-        sources_per_launch = 1
+        sources_per_launch = 2 if route == "ring" and world_size <= _CONNECTED else 1
     elif route != "ring":
         raise ValueError(
             f"sources_per_launch = {sources_per_launch!r}: only route 'ring' groups sources, "

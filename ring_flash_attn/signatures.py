@@ -443,7 +443,8 @@ def anything(
         seqlen_k: the same for the keys.
         heads_k_stride: for route "all_gather", KV heads that travel together; all by default.
         sources_per_launch: for route "ring", ranks whose keys one launch takes at most: fewer and
-            larger launches, and as many more buffers. None leaves it to the library.
+            larger launches, and as many more buffers. Above 1, keys come straight from their
+            owners. By default 2 in groups of up to 16 ranks, else 1.
         {common}
 
     Returns:

@@ -57,7 +57,8 @@ def replay(
         batch, nheads, nheads_k, headdim, dtype: of q, k and v.
         causal: queries see no later keys.
         heads_k_stride: KV heads that travel together, for route "all_gather".
-        sources_per_launch: ranks whose keys one launch takes, for route "ring".
+        sources_per_launch: ranks whose keys one launch takes, for route "ring"; by default as many
+            as in `ring_attention`.
         link: one of `LINKS` by name, or a `Link`; None or "none": communication costs nothing.
         repeats: rounds of the medians.
         device: by default the GPU, if there is one.

@@ -33,7 +33,7 @@ class Scenario:
         batch, nheads, nheads_k, headdim, dtype: of q, k and v.
         causal: queries see no later keys.
         heads_k_stride: KV heads that travel together; None: all.
-        sources_per_launch: ranks whose keys one launch takes; None: 1.
+        sources_per_launch: ranks whose keys one launch takes; None: not for this route.
         device: where it runs.
     """
 
@@ -163,7 +163,9 @@ def make_scenario(
     heads = (nheads, nheads_k, nheads_k)
     q, k, v = (torch.empty((batch, 1, h, headdim), dtype=dtype, device="meta") for h in heads)
     check_tensors(q, k, v, packed=False)
-    _ = scenario.problem  # layout, route and head groups make sense
+    problem = scenario.problem  # layout, route and head groups make sense
+    if route == "ring":
+        return replace(scenario, sources_per_launch=problem.sources_per_launch)
     return scenario
 
 

@@ -29,7 +29,9 @@ def explain(replay: Replay) -> Iterator[str]:
         f"headdim {s['headdim']}, {s['dtype']}, {'causal' if s['causal'] else 'full'}."
     )
     if s["sources_per_launch"] is not None:
-        yield f"A launch takes the keys of up to {s['sources_per_launch']} other ranks."
+        others = {1: "one other rank"}.get(s["sources_per_launch"])
+        others = others or f"up to {s['sources_per_launch']} other ranks"
+        yield f"A launch takes the keys of {others}."
     yield "Kernels, merges, buffers and streams are a real rank's; what it receives is random data."
     if replay.link is None:
         yield "Communication is removed: messages cost nothing."
