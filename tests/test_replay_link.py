@@ -122,6 +122,7 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[tuple[object, ...]] = []
     main, side, copies = (FakeStream(name, log) for name in ("main", "side", "copies"))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(("main", "pauses")))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     wire = CudaWire.__new__(CudaWire)
@@ -150,12 +151,14 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == [
         *of_post(0, 1.008),
         ("main", "waits for", 1),
-        *of_post(5, 3.0),  # while the first is under way
-        *of_post(9, 1.004),
-        ("main", "waits for", 9),
-        ("main", "waits for", 13),
-        *of_post(15, 1.012),
-        ("main", "waits for", 16),
+        ("main", "pauses"),
+        *of_post(6, 3.0),  # while the first is under way
+        *of_post(10, 1.004),
+        ("main", "waits for", 10),
+        ("main", "waits for", 14),
+        *of_post(16, 1.012),
+        ("main", "waits for", 17),
+        ("main", "pauses"),
     ]
     assert message.tensor.isfinite().all()
 
