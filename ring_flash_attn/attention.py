@@ -302,6 +302,7 @@ class _Backward(Walker):
         self.job = job
         call = job.call
         super().__init__(local.backward, local.transport(), q.shape[0], q.device, local.free)
+        self._writes = as_direct(job.kernel) is not None or as_block(job.kernel) is not None
         group = call.nheads // call.nheads_k
         row, out = Field(group, None, call.state_dtype), Field(group, call.headdim_v, call.dtype)
         self.fields = {
@@ -330,13 +331,13 @@ class _Backward(Walker):
         }
 
     def _accumulator(self, x: Tensor, side: Side) -> Tensor:
-        make = torch.empty if self.path.begins[side] else torch.zeros
+        make = torch.empty if self._writes and self.path.begins[side] else torch.zeros
         return make(x.shape, dtype=self.job.call.state_dtype, device=x.device)
 
     def launch(self, work: Work) -> None:
         q, dout, lse, delta_or_out = self.inputs(work, Side.QUERY)
         k, v = self.inputs(work, Side.KEY)
-        fresh_q, fresh_k = (self.is_fresh(work, side) for side in Side)
+        fresh_q, fresh_k = (self._writes and self.is_fresh(work, side) for side in Side)
         (dq,), (dk, dv) = self.results(work, Side.QUERY), self.results(work, Side.KEY)
         call = self.job.call.of_heads(*work.heads)
         if as_block(self.job.kernel) is None:

@@ -199,7 +199,7 @@ def test_buffers_that_stay_are_used_again(route: str) -> None:
 
 def test_what_a_ring_holds_is_what_the_documents_say() -> None:
     """2 shards of K and V, 3 of dK and dV, the state, the accumulators (docs/design.md)."""
-    one_rank = stage(world_size=8).rank(3, None)
+    one_rank = stage(world_size=8, sources_per_launch=1).rank(3, None)
     forward, backward = walk_through(one_rank.job, one_rank.shard)
     keys = 2 * 20 * 2 * 8 * 2  # K and V of a shard, bytes
     queries = 20 * 4 * 8 * 4  # out or dQ in fp32

@@ -62,7 +62,7 @@ class Measured:
 
     @property
     def is_host_bound(self) -> bool:
-        """Whether queueing took longer than the device did, so that times are the host's."""
+        """Whether queueing took longer than the device did: with no lead it would wait."""
         return self.host.forward > self.times.forward or self.host.both > self.times.both
 
     @property

@@ -191,7 +191,7 @@ class Session:
         who = _who(design.slowest(both=True).rank)
         slowest = self._contenders[Key(design.name, who, self._link is not None)]
         assert isinstance(slowest, OneRank)
-        watch.lead()
+        watch.lead(self._times(Key(design.name, who, self._link is not None), host=True).both)
         return slowest.recorded()
 
 

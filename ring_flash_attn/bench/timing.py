@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -14,7 +15,8 @@ Name = TypeVar("Name", bound=Hashable)
 Work = Callable[[], object]
 
 WARM_UP = 3  # runs; compiles kernels
-_LEAD, _FLUSH = 16, 1 << 28  # times 1/4 GiB of zeros: a cold L2, and about 1 ms in which to queue
+_FLUSH, _FLUSH_MS = 1 << 28, 0.05  # 1/4 GiB of zeros: a cold L2, and at least so long to queue in
+_MOST_LEAD = 400  # times: 20 to 40 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +33,26 @@ class Timing:
 
 
 class Stopwatch:
-    """Times one piece of work; on a GPU behind other work, so that launching does not count."""
+    """Times one piece of work; on a GPU behind other work that lasts until all of it is queued."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device=device) if self._cuda else None
 
-    def lead(self) -> None:
-        """Give the device something to do while the host queues what is timed."""
+    def lead(self, host: float) -> None:
+        """Give the device something to do while the host queues what is timed, for `host` ms."""
         if self._flush is not None:
-            for _ in range(_LEAD):
+            for _ in range(min(1 + math.ceil(host / _FLUSH_MS), _MOST_LEAD)):
                 self._flush.zero_()
 
-    def time(self, work: Work) -> Timing:
-        """Run it once."""
+    def time(self, work: Work, host: float = 1.0) -> Timing:
+        """Run it once; it is queued in about `host` ms."""
         if not self._cuda:
             start = time.perf_counter()
             work()
             passed = (time.perf_counter() - start) * 1e3
             return Timing(passed, passed)
-        self.lead()
+        self.lead(host)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start = time.perf_counter()
         begin.record()
@@ -65,15 +67,17 @@ def interleaved(
     works: Mapping[Name, Work], watch: Stopwatch, rounds: int, report: Callable[[str], None]
 ) -> dict[Name, Timing]:
     """Each work once in every round; medians over rounds."""
+    host: dict[Name, float] = {}
     for name, work in works.items():
         report(f"warming up: {name}")
         for _ in range(WARM_UP):
             work()
+        host[name] = watch.time(work).host
     found: dict[Name, list[Timing]] = {name: [] for name in works}
     for number in range(rounds):
         report(f"round {number + 1} of {rounds}")
         for name, work in works.items():
-            found[name].append(watch.time(work))
+            found[name].append(watch.time(work, host[name]))
     return {
         name: Timing(
             statistics.median(each.device for each in timings),

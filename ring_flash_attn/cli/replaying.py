@@ -128,5 +128,6 @@ def notes(replay: Replay) -> Iterator[str]:
         if design is not None and bound:
             yield (
                 f"{design.name}: the host took longer to queue the work of ranks "
-                f"{', '.join(bound)} than the device to do it; these times are the host's."
+                f"{', '.join(bound)} than the device to do it. It had a lead here; a real rank "
+                "that has none waits for its host."
             )

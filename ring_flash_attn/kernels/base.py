@@ -122,8 +122,8 @@ class Grads:
 
     Attributes:
         dq, dk, dv: fp32 or fp64; kernels add to them.
-        fresh_q, fresh_k: dq, or dk and dv, hold nothing yet in the rows that tiles name, and 0 in
-            others: kernels write them.
+        fresh_q, fresh_k: for a `DirectKernel` or `BlockKernel`: dq, or dk and dv, hold nothing yet
+            in the rows that tiles name, and 0 in others; these are written.
     """
 
     dq: Tensor

@@ -181,12 +181,10 @@ class ReferenceKernel:
         """Add the gradients that `tiles` contribute to `grads`."""
         k, v = (x.to(call.state_dtype).transpose(1, 2).contiguous() for x in (k, v))
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        if grads.fresh_q:
-            grads.dq.zero_()
         for rows in _row_blocks(q, tiles, call):
             _backward(rows, dout, k, v, dk, dv, saved, grads.dq)
-        for into, new in ((grads.dk, dk), (grads.dv, dv)):
-            (into.copy_ if grads.fresh_k else into.add_)(new.transpose(1, 2))
+        grads.dk.add_(dk.transpose(1, 2))
+        grads.dv.add_(dv.transpose(1, 2))
 
 
 def _forward(rows: _Rows, k: Tensor, v: Tensor, state: State) -> None:
