@@ -55,7 +55,7 @@ def test_libraries(kernel: str, dtype: torch.dtype, packed: bool) -> None:
         for heads in (4, 2, 2, 4)
     ]
     tried = 0
-    for rules in RULES:
+    for rules in RULES if dtype is torch.bfloat16 else RULES[:2]:  # FlashAttention-4 compiles each
         rules = replace(rules, sink=None if rules.sink is None else rules.sink.cuda())
         mask = Mask.of(rules.causal, rules.window_size)
         call = Call(inputs[0].device, dtype, 4, 2, 64, 64, 0.125, mask, packed=packed)
