@@ -7,7 +7,7 @@ list of ranges. Everything else (documents, spans, shards, positions) follows fr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 Split = Callable[[int, int, int], list[range]]
@@ -40,7 +40,21 @@ class Span:
 
     def moved(self, rows: int) -> Span:
         """The same tokens, `rows` further down in a longer buffer."""
-        return replace(self, start=self.start + rows) if rows else self
+        return self._with(self.start + rows, self.length, self.position, self.index)
+
+    def part(self, start: int, end: int) -> Span:
+        """What lies in the rows start … end."""
+        skipped = max(start - self.start, 0)
+        length = min(end, self.start + self.length) - self.start - skipped
+        if length == self.length:
+            return self
+        tokens = self.stride * skipped
+        return self._with(self.start + skipped, length, self.position + tokens, self.index + tokens)
+
+    def _with(self, start: int, length: int, position: int, index: int) -> Span:
+        return Span(
+            start, length, position, self.stride, self.document, index
+        )  # fast: packs are long
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,21 @@
 """Pieces: where the rows of several shards lie in one buffer, as plain data.
 
-The buffer of one shard holds its rows as they are. A buffer of several holds them by document and
-position, so that what a query sees of all of them lies together:
+A shard that travels whole lies in a buffer as it is. A buffer of several shards holds their rows by
+document and position, so that what a query sees of all of them lies together:
 
     zigzag, ranks 0 and 1 of 3      shard of 0: chunks 0, 5      shard of 1: chunks 1, 4
     in one buffer                   chunks 0, 1, 4, 5            two pieces of each shard
 
 A piece is what of a shard lies together in every such buffer, whoever else is in it. So all ranks
-cut a shard into the same pieces, and can send them one by one: those that the other one needs.
+cut a shard into the same pieces, and can send them one by one: of each, what the other one needs.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 
 from .layout import Span
 
@@ -52,41 +52,47 @@ def cut(shards: Sequence[Sequence[Span]]) -> tuple[tuple[Piece, ...], ...]:
         for span in spans
     )
     place = {key: number for number, key in enumerate(keys)}
-    pieces = []
+    firsts = []  # of each shard, the numbers of the spans that begin a piece
     for owner, spans in enumerate(shards):
         places = [place[span.document, span.position, owner] for span in spans]
-        pieces.append(_pieces(owner, spans, [b - a != 1 for a, b in pairwise(places)]))
-    if max(map(len, pieces), default=0) > MOST_PIECES:
-        pieces = [_pieces(owner, s, [False] * (len(s) - 1)) for owner, s in enumerate(shards)]
-    return tuple(pieces)
+        after = [number + 1 for number, (a, b) in enumerate(pairwise(places)) if b - a != 1]
+        firsts.append([0, *after] if spans else [])
+    if max(map(len, firsts), default=0) > MOST_PIECES:
+        firsts = [first[:1] for first in firsts]
+    return tuple(_pieces(*each) for each in zip(count(), shards, firsts, strict=False))
 
 
-def _pieces(owner: int, spans: Sequence[Span], borders: Sequence[bool]) -> tuple[Piece, ...]:
-    """The pieces of a shard; `borders` says between which spans it is cut."""
-    found: list[Piece] = []
-    for span, new in zip(spans, [True, *borders], strict=False):
-        if new:
-            found.append(Piece(span.document, span.position, owner, span.start, span.length))
-        else:
-            found[-1] = replace(found[-1], length=found[-1].length + span.length)
+def _pieces(owner: int, spans: Sequence[Span], firsts: Sequence[int]) -> tuple[Piece, ...]:
+    """The pieces of a shard; `firsts` are the spans at which they begin."""
+    found = []
+    for first, end in pairwise([*firsts, len(spans)]):
+        span, last = spans[first], spans[end - 1]
+        length = last.start + last.length - span.start
+        found.append(Piece(span.document, span.position, owner, span.start, length))
     return tuple(found)
 
 
-def arrange(shards: Sequence[Sequence[Piece]]) -> dict[Piece, int]:
+def arrange(shards: Iterable[Iterable[Piece]]) -> dict[Piece, int]:
     """The first row of each piece in a buffer of some shards, given by their pieces."""
-    if len(shards) == 1:
-        return {piece: piece.start for piece in shards[0]}
     pieces = sorted(piece for shard in shards for piece in shard)
     return dict(zip(pieces, accumulate((p.length for p in pieces), initial=0), strict=False))
 
 
-def within(spans: Sequence[Span], piece: Piece) -> Sequence[Span]:
-    """Those spans of a shard that are in a piece of it."""
-    first, end = (
-        bisect_left(spans, row, key=lambda span: span.start)
-        for row in (piece.start, piece.start + piece.length)
-    )
-    return spans[first:end]
+def within(spans: Sequence[Span], piece: Piece) -> list[Span]:
+    """What of a shard's spans is in a piece of it."""
+    end = piece.start + piece.length
+    first = bisect_right(spans, piece.start, key=lambda span: span.start + span.length)
+    last = bisect_left(spans, end, key=lambda span: span.start)
+    found = list(spans[first:last])
+    for at in (0, -1) if found else ():
+        found[at] = found[at].part(piece.start, end)
+    return found
+
+
+def trimmed(piece: Piece, spans: Sequence[Span], start: int, end: int) -> Piece:
+    """The rows start … end of a piece; `spans` are those of its shard."""
+    (first, *_) = within(spans, replace(piece, start=start, length=end - start))
+    return Piece(first.document, first.position, piece.owner, start, end - start)
 
 
 def lay(shards: Sequence[tuple[Sequence[Span], Sequence[Piece]]]) -> list[Span]:

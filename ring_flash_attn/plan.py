@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 from .layout import Layout, Span, spans
-from .pieces import Piece, cut, lay, within
+from .pieces import Piece, cut, lay, trimmed, within
 from .tiles import Mask, Tile, make_tile, make_tiles
 
 Heads = tuple[int, int]  # first and one past the last KV head
@@ -44,8 +44,8 @@ class Transfer:
     Attributes:
         payload, side, owner, heads: what.
         source, target: from whom to whom.
-        cut: whether of the keys only the pieces of `Problem.pieces` go, and not the whole shard. It
-            has to where either end has it in a buffer with others.
+        cut: whether of the keys only the pieces of `Problem.pieces` go, and not the whole shard, as
+            the launch that they are for wants it (`Work.cut`).
     """
 
     payload: Payload
@@ -71,12 +71,14 @@ class Work:
         keys: owners of the key shards.
         heads: the KV heads (and the query heads that share them).
         tiles: what to compute; `start` counts rows of the buffers (see `pieces.py`).
+        cut: whether the buffer of keys holds the pieces of `Problem.pieces`, and not a whole shard.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     heads: Heads
     tiles: tuple[Tile, ...]
+    cut: bool = False
 
     def owners(self, side: Side) -> tuple[int, ...]:
         """Owners of the shards of one side."""
@@ -164,12 +166,11 @@ class Problem:
         return sum(span.length for span in self.spans(side, rank))
 
     def pieces(self, owner: int, user: int) -> tuple[Piece, ...]:
-        """What `user` needs of a rank's keys, as it lies in a buffer with others; by rows."""
+        """What `user` needs of a rank's keys, as it lies together in a buffer; by rows."""
         key = ("pieces", owner, user)
         if key not in self._memo:
-            self._memo[key] = tuple(
-                piece for piece in self._all_pieces(owner) if self._needed(user, piece)
-            )
+            needed = (self._needed(user, piece) for piece in self._all_pieces(owner))
+            self._memo[key] = tuple(piece for piece in needed if piece is not None)
         found: tuple[Piece, ...] = self._memo[key]
         return found
 
@@ -180,15 +181,29 @@ class Problem:
         found: tuple[Piece, ...] = self._memo[key][owner]
         return found
 
-    def _needed(self, query_rank: int, piece: Piece) -> bool:
-        keys = within(self.spans(Side.KEY, piece.owner), piece)
-        return bool(make_tiles(self.spans(Side.QUERY, query_rank), keys, self.mask))
+    def _needed(self, query_rank: int, piece: Piece) -> Piece | None:
+        """A piece from the first key that some query sees to the last."""
+        spans = self.spans(Side.KEY, piece.owner)
+        keys = within(spans, piece)
+        start = next(filter(None, (self._seen(query_rank, key) for key in keys)), None)
+        if start is None:
+            return None
+        end = next(filter(None, (self._seen(query_rank, key) for key in reversed(keys))))
+        return trimmed(piece, spans, start[0], end[1])
+
+    def _seen(self, query_rank: int, key: Span) -> tuple[int, int] | None:
+        """Of a key span, the first row that some query sees and one past the last."""
+        queries = self._by_document(Side.QUERY, query_rank).get(key.document, ())
+        tiles = make_tiles(queries, (key,), self.mask)
+        if not tiles:
+            return None
+        return min(tile.seen[0] for tile in tiles), max(tile.seen[1] for tile in tiles)
 
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Whether the mask leaves anything of these queries against these keys."""
         key = ("needed", query_rank, key_rank)
         if key not in self._memo:
-            keys = self._keys_by_document(key_rank)
+            keys = self._by_document(Side.KEY, key_rank)
             self._memo[key] = any(
                 make_tile(query, span, self.mask) is not None
                 for query in self.spans(Side.QUERY, query_rank)
@@ -197,11 +212,11 @@ class Problem:
         answer: bool = self._memo[key]
         return answer
 
-    def _keys_by_document(self, rank: int) -> dict[int, list[Span]]:
-        key = ("keys by document", rank)
+    def _by_document(self, side: Side, rank: int) -> dict[int, list[Span]]:
+        key = ("by document", side, rank)
         if key not in self._memo:
             found: dict[int, list[Span]] = {}
-            for span in self.spans(Side.KEY, rank):
+            for span in self.spans(side, rank):
                 found.setdefault(span.document, []).append(span)
             self._memo[key] = found
         by_document: dict[int, list[Span]] = self._memo[key]
@@ -248,19 +263,27 @@ def make_plan(route: str, problem: Problem, rank: int, backward: bool = False) -
 
 
 def make_work(
-    problem: Problem, query_rank: int, key_ranks: Sequence[int], heads: Heads
+    problem: Problem, query_rank: int, key_ranks: Sequence[int], heads: Heads, cut: bool = False
 ) -> tuple[Work, ...]:
-    """The launch of a rank's queries against the keys of several; nothing if the mask is empty."""
-    queries, keys = problem.spans(Side.QUERY, query_rank), _keys(problem, key_ranks, query_rank)
-    tiles = make_tiles(queries, keys, problem.mask)
-    return (Work((query_rank,), tuple(key_ranks), heads, tiles),) if tiles else ()
+    """The launch of a rank's queries against the keys of several; nothing if the mask is empty.
 
-
-def _keys(problem: Problem, owners: Sequence[int], user: int) -> Sequence[Span]:
-    """Spans of the keys of some ranks, as they lie in one buffer of `user`."""
-    if len(owners) == 1:
-        return problem.spans(Side.KEY, owners[0])
-    return lay([(problem.spans(Side.KEY, o), problem.pieces(o, user)) for o in owners])
+    Args:
+        problem: what is to be computed.
+        query_rank: whose queries.
+        key_ranks: whose keys.
+        heads: the KV heads.
+        cut: whether of another rank's keys only the needed pieces are there. Those of several ranks
+            are always cut, our own alone never.
+    """
+    owners = tuple(key_ranks)
+    cut = (cut or len(owners) > 1) and owners != (query_rank,)
+    keys: Sequence[Span] = ()
+    if cut:
+        keys = lay([(problem.spans(Side.KEY, o), problem.pieces(o, query_rank)) for o in owners])
+    elif owners:
+        keys = problem.spans(Side.KEY, owners[0])
+    tiles = make_tiles(problem.spans(Side.QUERY, query_rank), keys, problem.mask)
+    return (Work((query_rank,), owners, heads, tiles, cut),) if tiles else ()
 
 
 def _marked(rank: int, steps: Iterable[Step], size: int, nheads_k: int) -> Plan:

@@ -61,6 +61,15 @@ class Tile:
         return self.low == 1 - self.query.length and self.high == self.key.length - 1
 
     @property
+    def seen(self) -> tuple[int, int]:
+        """The first key row that some query sees, and one past the last."""
+        start = self.key.start
+        return (
+            start + max(self.low, 0),
+            start + min(self.high + self.query.length, self.key.length),
+        )
+
+    @property
     def pairs(self) -> int:
         """Number of (query, key) pairs that the mask allows."""
         return band_pairs(self.query.length, self.key.length, self.low, self.high)

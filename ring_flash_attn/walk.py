@@ -111,7 +111,7 @@ class Path:
     Attributes:
         plan: the same.
         sizes: number of rows of each side and owner.
-        places: for launches on the keys of several owners, where each piece begins in the buffer.
+        places: for launches on keys that are cut, by owners, where each piece begins in the buffer.
         moves: those of each step.
         last_use: after which step each buffer is free again.
         begins: for each side, whether the first launches on this rank's own results name every row
@@ -158,22 +158,24 @@ class Path:
 
     def _find_places(self, problem: Problem) -> dict[tuple[int, ...], dict[Piece, int]]:
         rank = self.plan.rank
-        several = {slot.owners for slot in self._slots.values() if len(slot.owners) > 1}
-        return {owners: arrange([problem.pieces(o, rank) for o in owners]) for owners in several}
+        cut = {work.keys for step in self.plan.steps for work in step.work if work.cut}
+        return {owners: arrange(problem.pieces(o, rank) for o in owners) for owners in cut}
 
     def _find_moves(self, problem: Problem) -> list[list[Move]]:
         def move(transfer: Transfer) -> Move:
             slot, size = self._slot(transfer), self.sizes[transfer.side, transfer.owner]
+            places = self._places(slot)
             if not transfer.cut:
-                assert len(slot.owners) == 1, f"{transfer} goes whole, but {slot} has others too"
+                assert places is None, f"{transfer} goes whole, but {slot} holds pieces"
                 return Move(transfer, slot, *[(slice(0, size),)] * 3)
             pieces = problem.pieces(transfer.owner, transfer.user)
             lengths = [piece.length for piece in pieces]
             of_shard = _slices([piece.start for piece in pieces], lengths)
             of_parcel = _slices(accumulate(lengths, initial=0), lengths)
-            if len(slot.owners) == 1 or transfer.user != self.plan.rank:  # ours, at home
+            if places is None or transfer.user != self.plan.rank:  # at home, or for no launch
+                used = transfer.owner != self.plan.rank and slot in self._slots.values()
+                assert not used, f"{transfer} is cut, but {slot} is whole"
                 return Move(transfer, slot, of_shard, of_shard, of_parcel)
-            places = self.places[slot.owners]
             of_slot = _slices([places[piece] for piece in pieces], lengths)
             return Move(transfer, slot, of_shard, of_slot, of_parcel)
 
@@ -181,9 +183,14 @@ class Path:
 
     def rows(self, slot: _Slot) -> int:
         """Number of rows of a buffer."""
-        if len(slot.owners) == 1:
+        places = self._places(slot)
+        if places is None:
             return self.sizes[slot.side, slot.owners[0]]
-        return sum(piece.length for piece in self.places[slot.owners])
+        return sum(piece.length for piece in places)
+
+    def _places(self, slot: _Slot) -> dict[Piece, int] | None:
+        """Where pieces lie in a buffer; None if it holds a shard as it is."""
+        return self.places.get(slot.owners) if slot.side is Side.KEY else None
 
     def _slot(self, transfer: Transfer) -> _Slot:
         """The buffer that a transfer fills or empties."""

@@ -130,7 +130,8 @@ class Simulation:
             if owners != (rank,):  # otherwise our own shard is read in place
                 missing = {(side, o, work.heads) for o in owners} - self.there[rank]
                 assert not missing, f"rank {rank} launches without {missing}"
-            rows[side] = buffer_rows(self.problem, side, owners, rank)
+            cut = side is Side.KEY and work.cut
+            rows[side] = buffer_rows(self.problem, side, owners, rank if cut else None)
         assert work.tiles, "an empty launch"
         for tile in work.tiles:
             self._check_spans(tile, rows)
@@ -163,41 +164,57 @@ class Simulation:
 
 
 Row = tuple[int, int]  # owner, token
+Place = tuple[int, int, int]  # document, position, token
 
 
-def buffer_rows(problem: Problem, side: Side, owners: tuple[int, ...], user: int) -> list[Row]:
-    """What lies in each row of a buffer of `user`: a shard as it is; of several the parts that are
-    needed, by the document and position of their first tokens."""
-    if len(owners) == 1:
-        return tokens_of(owners[0], problem.spans(side, owners[0]))
-    assert side is Side.KEY
-    parts = [(part, owner) for owner in owners for part in needed_parts(problem, owner, user)]
-    parts.sort(key=lambda each: (each[0][0].document, each[0][0].position, each[1]))
-    return [row for part, owner in parts for row in tokens_of(owner, part)]
+def buffer_rows(
+    problem: Problem, side: Side, owners: tuple[int, ...], user: int | None
+) -> list[Row]:
+    """What lies in each row of a buffer: a shard as it is, or the parts that `user` needs of some,
+    by document and position of their first tokens."""
+    if user is None:
+        (owner,) = owners
+        return tokens_of(owner, problem.spans(side, owner))
+    parts = [(part[0], owner, part) for o in owners for owner, part in needed(problem, o, user)]
+    return [(owner, token) for _, owner, part in sorted(parts) for _, _, token in part]
 
 
 def tokens_of(owner: int, spans: Iterable[Span]) -> list[Row]:
     """All tokens of some spans."""
-    return [(owner, s.index + s.stride * n) for s in spans for n in range(s.length)]
+    return [(owner, token) for _, _, token in places_of(spans)]
 
 
-def needed_parts(problem: Problem, owner: int, user: int) -> list[list[Span]]:
-    """The parts of a shard of keys in which some query of `user` sees something."""
-    queries = [
-        (s.document, s.position + s.stride * n)
-        for s in problem.spans(Side.QUERY, user)
+def places_of(spans: Iterable[Span]) -> list[Place]:
+    """Row by row."""
+    return [
+        (s.document, s.position + s.stride * n, s.index + s.stride * n)
+        for s in spans
         for n in range(s.length)
     ]
 
-    def is_seen(key: Span) -> bool:
-        return any(
-            document == key.document
-            and problem.mask.allows(key.position + key.stride * n - position)
-            for document, position in queries
-            for n in range(key.length)
-        )
 
-    return [part for part in all_parts(problem)[owner] if any(map(is_seen, part))]
+def needed(problem: Problem, owner: int, user: int) -> list[tuple[int, list[Place]]]:
+    """The parts of a shard of keys, each from the first key that `user` sees to the last."""
+    queries: dict[int, list[int]] = {}
+    for document, position, _ in places_of(problem.spans(Side.QUERY, user)):
+        queries.setdefault(document, []).append(position)
+    found = []
+    for part in all_parts(problem)[owner]:
+        rows = places_of(part)
+        seen = [
+            n
+            for n, (document, position, _) in enumerate(rows)
+            if any(problem.mask.allows(position - each) for each in queries.get(document, ()))
+        ]
+        if seen:
+            found.append((owner, rows[seen[0] : seen[-1] + 1]))
+    return found
+
+
+def needed_rows(problem: Problem, owner: int, user: int) -> list[Row]:
+    """The same, row by row."""
+    parts = needed(problem, owner, user)
+    return [(owner, token) for _, part in parts for _, _, token in part]
 
 
 def all_parts(problem: Problem) -> list[list[list[Span]]]:

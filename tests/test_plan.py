@@ -15,7 +15,7 @@ from simulate import (
     allowed,
     between,
     buffer_rows,
-    needed_parts,
+    needed_rows,
     parcel_of,
     plans_of,
     tokens_of,
@@ -128,15 +128,16 @@ def test_messages_lead_to_the_rows_that_launches_read(
                 t = move.transfer
                 parts.setdefault((number, t), []).append(move.of_shard)
                 shard = tokens_of(t.owner, problem.spans(t.side, t.owner))
-                there = buffer_rows(problem, t.side, move.slot.owners, path.plan.rank)
                 sent, needed = [shard[rows] for rows in move.of_shard], shard
                 if t.cut:
-                    spans = [s for part in needed_parts(problem, t.owner, t.user) for s in part]
-                    needed = tokens_of(t.owner, spans)
+                    needed = needed_rows(problem, t.owner, t.user)
                 assert [row for rows in sent for row in rows] == needed
-                if not t.cut or t.user == path.plan.rank:
-                    assert [there[rows] for rows in move.of_slot] == sent
                 assert [needed[rows] for rows in move.of_parcel] == sent
+                if not t.cut or t.user == path.plan.rank:
+                    user = t.user if t.cut else None
+                    there = buffer_rows(problem, t.side, move.slot.owners, user)
+                    assert path.rows(move.slot) == len(there)
+                    assert [there[rows] for rows in move.of_slot] == sent
     for (_, t), ends in parts.items():
         assert len(ends) == (1 if t.source == t.target else 2)
         assert ends[0] == ends[-1]
@@ -267,6 +268,31 @@ def test_what_a_group_does_not_need_is_not_sent() -> None:
         used = {owner for work in launches_of(plan) for owner in work.keys} - {plan.rank}
         assert used == {plan.rank - 1, plan.rank + 1} & set(range(8))
         assert used == arriving
+
+
+def sent_rows(layout: str, lengths: tuple[int, ...], mask: Mask, route: str) -> list[list[int]]:
+    """For each of 4 ranks, rows that it receives, owner by owner."""
+    problem = Problem(get_layout(layout), lengths, lengths, 4, mask, 1, 1, 2)
+    found = [[0] * 4 for _ in range(4)]
+    for plan in plans_of(route, problem, backward=False):
+        for moves in Path(plan, problem).moves:
+            for move in moves:
+                if move.transfer.target == plan.rank != move.transfer.source:
+                    rows = sum(each.stop - each.start for each in move.of_shard)
+                    found[plan.rank][move.transfer.owner] += rows
+    return found
+
+
+@pytest.mark.parametrize("route", ["ring", "all_gather"])
+def test_what_of_a_shard_nobody_sees_is_not_sent(route: str) -> None:
+    """A window reaches 5 keys into the shard below; a document that crosses a border brings its own
+    part of it along."""
+    window = sent_rows("contiguous", (40,), Mask(left=5, right=0), route)
+    assert window == [[0, 0, 0, 0], [5, 0, 0, 0], [0, 5, 0, 0], [0, 0, 5, 0]]
+    documents = sent_rows("flat_contiguous", (7, 6, 21, 6), Mask(right=0), route)
+    assert documents == [[0, 0, 0, 0], [3, 0, 0, 0], [0, 7, 0, 0], [0, 7, 10, 0]]
+    both_ways = sent_rows("flat_contiguous", (7, 6, 21, 6), Mask(), route)
+    assert both_ways == [[0, 3, 0, 0], [3, 0, 10, 4], [0, 7, 0, 4], [0, 7, 10, 0]]
 
 
 def imbalance(plans: list[Plan]) -> float:
@@ -437,8 +463,9 @@ def test_a_new_route_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(plan.complete for plan in simulation.plans)
 
 
-def test_a_shard_that_lies_with_others_must_be_cut() -> None:
-    """A route that forgets to say so is found out when its plan is made ready."""
+def test_a_shard_is_cut_if_its_launch_wants_it_so() -> None:
+    """A route that forgets to say so, or says it of others, is found out when its plan is made
+    ready."""
     problem = causal("zigzag", 24, 3)
     plan = make_plan("all_gather", problem, 1)
     whole = [
@@ -447,6 +474,13 @@ def test_a_shard_that_lies_with_others_must_be_cut() -> None:
     ]
     with pytest.raises(AssertionError, match="goes whole, but"):
         Path(replace(plan, steps=tuple(whole)), problem)
+    plan = make_plan("ring", problem, 1)
+    cut = [
+        replace(step, transfers=tuple(replace(t, cut=True) for t in step.transfers))
+        for step in plan.steps
+    ]
+    with pytest.raises(AssertionError, match="is cut, but"):
+        Path(replace(plan, steps=tuple(cut)), problem)
 
 
 def begins(problem: Problem, *steps: Step) -> list[bool]:

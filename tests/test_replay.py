@@ -15,7 +15,7 @@ import pytest
 import torch
 from plain_library import PlainLibrary
 from replays import TorchBlock, small, stage, tensors
-from simulate import needed_parts
+from simulate import needed_rows
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench import LINKS, Link, Replay, replay
@@ -57,8 +57,7 @@ def plan_bytes(plan: Plan, scenario: Scenario, backward: bool) -> tuple[int, int
         if transfer.source != transfer.target:
             rows = scenario.size(transfer.owner)
             if transfer.cut:
-                parts = needed_parts(scenario.problem, transfer.owner, transfer.user)
-                rows = sum(span.length for part in parts for span in part)
+                rows = len(needed_rows(scenario.problem, transfer.owner, transfer.user))
             heads = transfer.heads[1] - transfer.heads[0]
             size = rows * heads * scenario.batch * row_bytes(transfer, scenario, backward)
             sent += size * (transfer.source == plan.rank)

@@ -39,7 +39,7 @@ def all_gather(problem: Problem, rank: int, backward: bool) -> list[Step]:
         if backward and step >= 2:
             transfers += moves(Payload.RESULT, groups[step - 2])
         ready = groups[step - 1 : step] if step else []
-        work = [w for heads in ready for w in make_work(problem, rank, sources, heads)]
+        work = [w for heads in ready for w in make_work(problem, rank, sources, heads, cut=True)]
         steps.append(Step(tuple(transfers), tuple(work)))
     return steps
 

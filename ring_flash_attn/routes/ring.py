@@ -127,7 +127,7 @@ def _leap(problem: Problem, rank: int, backward: bool) -> list[Step]:
 
     def work(hops: range) -> tuple[Work, ...]:
         owners = sorted(visitor(hop) for hop in hops if problem.needed(rank, visitor(hop)))
-        return make_work(problem, rank, owners, problem.all_heads)
+        return make_work(problem, rank, owners, problem.all_heads, cut=True)
 
     steps = []
     for step in range(len(groups) + (backward and len(groups) > 1)):
