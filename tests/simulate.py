@@ -130,7 +130,7 @@ class Simulation:
             if owners != (rank,):  # otherwise our own shard is read in place
                 missing = {(side, o, work.heads) for o in owners} - self.there[rank]
                 assert not missing, f"rank {rank} launches without {missing}"
-            cut = side is Side.KEY and work.cut
+            cut = side is Side.KEY and work.cut and owners != (rank,)
             rows[side] = buffer_rows(self.problem, side, owners, rank if cut else None)
         assert work.tiles, "an empty launch"
         for tile in work.tiles:
