@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from .comm import Transport
 from .kernels.base import Call, Grads, Kernel, Saved, State, as_block, as_direct
 from .kernels.merge import merge
 from .plan import Payload, Side, Work
-from .walk import Field, Free, Only, Path, Views, Walker, walk
+from .walk import Field, Only, Path, Pool, Views, Walker, walk
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -29,13 +29,13 @@ class Local:
     Attributes:
         forward, backward: its steps.
         transport: makes a fresh end for each walk.
-        free: buffers that stay from walk to walk; None: each walk makes its own.
+        pool: where the walks' buffers come from.
     """
 
     forward: Path
     backward: Path
     transport: Callable[[], Transport]
-    free: Free | None = None
+    pool: Pool = field(default_factory=Pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ class _Forward(Walker):
         q, k, v = shard
         self.job = job
         call = job.call
-        super().__init__(local.forward, local.transport(), q.shape[0], q.device, local.free)
+        super().__init__(local.forward, local.transport(), q.shape[0], q.device, local.pool)
         group = call.nheads // call.nheads_k
         self.fields = {
             (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, call.dtype),),
@@ -301,7 +301,7 @@ class _Backward(Walker):
         q, k, v = shard
         self.job = job
         call = job.call
-        super().__init__(local.backward, local.transport(), q.shape[0], q.device, local.free)
+        super().__init__(local.backward, local.transport(), q.shape[0], q.device, local.pool)
         self._writes = as_direct(job.kernel) is not None or as_block(job.kernel) is not None
         group = call.nheads // call.nheads_k
         row, out = Field(group, None, call.state_dtype), Field(group, call.headdim_v, call.dtype)

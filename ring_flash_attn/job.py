@@ -16,7 +16,7 @@ from .kernels.base import Call, choose_kernel
 from .llama3 import Llama3Problem
 from .plan import Problem, Side, make_plan
 from .tiles import Mask
-from .walk import Free, Path
+from .walk import Path, Pool
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -141,7 +141,7 @@ def rank_job(
     shard: QKV,
     opts: Options,
     transport: Callable[[], comm.Transport],
-    free: Free | None = None,
+    pool: Pool,
 ) -> Job:
     """What runs one rank of many on this shard, or others of its shape, whoever the others are.
 
@@ -152,9 +152,9 @@ def rank_job(
         shard: q, k, v of this rank.
         opts: everything else.
         transport: makes this rank's end of the group for each walk.
-        free: buffers that stay from walk to walk; None: each walk makes its own.
+        pool: where buffers come from.
     """
-    local = replace(_plan(route, problem, rank, transport), free=free)
+    local = replace(_plan(route, problem, rank, transport), pool=pool)
     _check_shard(problem, local, *shard[:2])
     call = _call(*shard, opts, problem)
     return Job((local,), choose_kernel(opts.kernel, call), call)

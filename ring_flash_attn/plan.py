@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 from .layout import Layout, Span, spans
@@ -290,6 +291,8 @@ def _marked(rank: int, steps: Iterable[Step], size: int, nheads_k: int) -> Plan:
     """A plan whose tiles know the first and the last launch of their queries."""
     steps = tuple(steps)
     launches = [work for step in steps for work in step.work]
+    groups = sorted({work.heads for work in launches})
+    assert all(a[1] <= b[0] for a, b in pairwise(groups)), f"head groups overlap: {groups}"
     first: dict[tuple[tuple[int, ...], Heads, int], int] = {}
     last: dict[tuple[tuple[int, ...], Heads, int], int] = {}
     rows: dict[tuple[tuple[int, ...], Heads, int], int] = {}

@@ -60,7 +60,17 @@ class Field:
 Fields = tuple[Field, ...]
 Views = tuple[Tensor, ...]
 Buffers = tuple[Tensor, ...]
-Free = dict[tuple[torch.Size, torch.dtype], list[Tensor]]  # buffers that nobody uses
+
+
+class Pool:
+    """Where buffers come from and go to. Here torch makes each anew, and gets it back."""
+
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer; what is in it is anybody's guess."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """It is not used any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +124,8 @@ class Path:
         places: for launches on keys that are cut, by owners, where each piece begins in the buffer.
         moves: those of each step.
         last_use: after which step each buffer is free again.
+        own: of our own shards, the rows that we send, from first to last, and the last step in
+            which we do.
         begins: for each side, whether the first launches on this rank's own results name every row
             of every head, before anything else is added.
         only: the launch, if there is one for all and nothing to send.
@@ -128,6 +140,7 @@ class Path:
         self.places = self._find_places(problem)
         self.moves = self._find_moves(problem)
         self.last_use = self._find_last_use()
+        self.own = self._find_own()
         self.begins = {side: self._begins(side, problem.nheads_k) for side in Side}
         self.only = self._find_only()
 
@@ -209,23 +222,35 @@ class Path:
         return self._covers[key]
 
     def _begins(self, side: Side, nheads_k: int) -> bool:
-        heads: set[int] = set()
+        rank, begun = self.plan.rank, set()
         for step in self.plan.steps:
-            for work in step.work:
-                new = set(range(*work.heads)) - heads
-                if work.owners(side) == (self.plan.rank,) and new:
-                    if not self.covers(work, side) or len(new) < work.heads[1] - work.heads[0]:
-                        return False
-                    heads |= new
-            coming = {
-                head
+            results = [
+                t
                 for t in step.transfers
-                if t.payload is Payload.RESULT and (t.side, t.owner) == (side, self.plan.rank)
-                for head in range(*t.heads)
-            }
-            if coming - heads:  # (what a copy in place adds to is there before the step)
+                if t.payload is Payload.RESULT and (t.side, t.owner) == (side, rank)
+            ]
+            if any(t.heads not in begun for t in results if t.source == t.target):
+                return False  # copied before the step's work
+            for work in step.work:
+                if work.owners(side) == (rank,) and work.heads not in begun:
+                    if not self.covers(work, side):
+                        return False
+                    begun.add(work.heads)
+            if any(t.heads not in begun for t in results):
                 return False
-        return len(heads) == nheads_k
+        return sum(end - start for start, end in begun) == nheads_k
+
+    def _find_own(self) -> dict[tuple[Side, Heads], tuple[slice, int]]:
+        rank, found = self.plan.rank, dict[tuple[Side, Heads], tuple[slice, int]]()
+        for number, moves in enumerate(self.moves):
+            for move in moves:
+                t, rows = move.transfer, move.of_shard
+                if t.payload is Payload.INPUT and rank == t.owner == t.source != t.target and rows:
+                    start, end = min(r.start for r in rows), max(r.stop for r in rows)
+                    before, _ = found.get((t.side, t.heads), (slice(start, end), 0))
+                    hull = slice(min(before.start, start), max(before.stop, end))
+                    found[t.side, t.heads] = hull, number
+        return found
 
     def _find_last_use(self) -> dict[int, list[_Slot]]:
         """After which step each buffer is free again."""
@@ -251,8 +276,7 @@ class Walker:
         transport: this rank's end of the group.
         batch: sequences in the batch.
         device: of all tensors.
-        free: buffers of earlier walks, which this one takes and leaves for the next; None: it makes
-            its own.
+        pool: where buffers come from.
     """
 
     fields: dict[tuple[Payload, Side], Fields]
@@ -264,13 +288,14 @@ class Walker:
         transport: Transport,
         batch: int,
         device: torch.device,
-        free: Free | None = None,
+        pool: Pool,
     ) -> None:
         self.path, self.plan, self.rank = path, path.plan, path.plan.rank
         self._transport, self._batch, self._device = transport, batch, device
         self._buffers: dict[_Slot, Buffers] = {}
         self._begun: set[tuple[Side, Heads]] = set()
-        self._free: Free = {} if free is None else free
+        self._pool = pool
+        self._own: dict[tuple[Side, Heads], Buffers] = {}  # our shards, rows first, while we send
         self._arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
 
     # What subclasses fill in.
@@ -292,14 +317,13 @@ class Walker:
     def post(self, number: int) -> None:
         """Start the transfers of a step."""
         messages: list[Message] = []
-        ours: dict[tuple[Side, Heads], Buffers] = {}  # sent to several, made contiguous once
         for move in self.path.moves[number]:
             transfer = move.transfer
             if transfer.source == transfer.target:
                 self._copy_in_place(move)
             elif transfer.source == self.rank:
                 messages += [
-                    Message(t, transfer.target, receive=False) for t in self._outgoing(move, ours)
+                    Message(t, transfer.target, receive=False) for t in self._outgoing(move)
                 ]
             else:
                 messages += [
@@ -320,6 +344,8 @@ class Walker:
         self._arrivals.clear()
         for slot in self.path.last_use.get(number, ()):
             self._give_back(self._buffers.pop(slot, ()))
+        for key in [key for key in self._own if self.path.own[key][1] == number]:
+            del self._own[key]
 
     # Shards, wherever they lie.
 
@@ -372,17 +398,18 @@ class Walker:
         home = self.home[transfer.payload, transfer.side]
         return tuple(f.of_heads(t, transfer.heads) for f, t in zip(fields, home, strict=True))
 
-    def _outgoing(self, move: Move, ours: dict[tuple[Side, Heads], Buffers]) -> list[Tensor]:
+    def _outgoing(self, move: Move) -> list[Tensor]:
         """What we send: our own shard, or one that is passing through, or what we have added up."""
         transfer = move.transfer
         if transfer.payload is Payload.RESULT or transfer.owner != self.rank:
             return _cut(self._buffer(move.slot), move.of_slot)
         key = transfer.side, transfer.heads
-        if key not in ours:
-            fields = self.fields[transfer.payload, transfer.side]
-            home = self._at_home(transfer)
-            ours[key] = tuple(f.rows_first(t) for f, t in zip(fields, home, strict=True))
-        return _cut(ours[key], move.of_shard)
+        rows, _ = self.path.own[key]
+        if key not in self._own:
+            pairs = zip(self.fields[transfer.payload, transfer.side], self._at_home(transfer))
+            self._own[key] = tuple(f.rows_first(f.of_rows(t, rows)) for f, t in pairs)
+        moved = [slice(each.start - rows.start, each.stop - rows.start) for each in move.of_shard]
+        return _cut(self._own[key], moved)
 
     def _incoming(self, move: Move) -> list[Tensor]:
         """Where what we get belongs: inputs where launches look for them, results in between."""
@@ -434,20 +461,17 @@ class Walker:
         return self._take(fields, self.path.rows(slot), slot.heads)
 
     def _take(self, fields: Fields, size: int, heads: Heads) -> Buffers:
-        """Buffers for `size` rows, used ones if there are any."""
+        """Buffers for `size` rows."""
         buffers = []
         for field in fields:
             last = () if field.headdim is None else (field.headdim,)
             shape = torch.Size((size, self._batch, (heads[1] - heads[0]) * field.heads, *last))
-            free = self._free.get((shape, field.dtype))
-            buffers.append(
-                free.pop() if free else torch.empty(shape, dtype=field.dtype, device=self._device)
-            )
+            buffers.append(self._pool.take(shape, field.dtype, self._device))
         return tuple(buffers)
 
     def _give_back(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:
-            self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+            self._pool.give(buffer)
 
 
 def _slices(starts: Iterable[int], lengths: Iterable[int]) -> tuple[slice, ...]:

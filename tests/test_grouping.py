@@ -22,6 +22,7 @@ from ring_flash_attn.comm import distributed
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
 from ring_flash_attn.layout import layout_names, register_layout
+from ring_flash_attn.walk import Field
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
@@ -107,6 +108,33 @@ def test_shards_need_not_be_in_order(
     for form in ("batch", "packed"):
         actual = run(sample_of(form, "causal"), layout, 4, route, sources_per_launch=sources)
         check(actual, oracle_of(form, "causal"), 1e-12)
+
+
+@pytest.mark.parametrize("sources", [1, 2, 4])
+def test_keys_are_copied_once_if_at_all(sources: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a batch do not lie behind each other; of a window only what it reaches is copied."""
+    copied = []
+    rows_first = Field.rows_first
+
+    def spy(field: Field, tensor: Tensor) -> Tensor:
+        found = rows_first(field, tensor)
+        copied.append(found.numel() if found.data_ptr() != tensor.data_ptr() else 0)
+        return found
+
+    monkeypatch.setattr(Field, "rows_first", spy)
+    for batch, window, rows in ((2, -1, 8), (1, -1, 0), (2, 3, 3 if sources > 1 else 8)):
+        q, k, v = torch.randn(3, batch, 40, 2, 4)
+        copied.clear()
+        virtual_ring_attention(
+            *(q, k, v),
+            world_size=5,
+            layout="contiguous",
+            route="ring",
+            sources_per_launch=sources,
+            window_size=(window, 0) if window >= 0 else (-1, -1),
+        )
+        senders = 5 if window < 0 else 4
+        assert sum(copied) == 2 * senders * rows * batch * 2 * 4
 
 
 def test_groups_give_the_same_bits_every_time() -> None:

@@ -495,7 +495,8 @@ def test_results_begin_where_launches_name_every_row_first() -> None:
     assert begins(problem, Step(work=all_heads)) == [True, True]
     assert begins(problem, Step(work=low), Step(work=high)) == [True, True]
     assert begins(problem, Step(work=low)) == [False, False]
-    assert begins(problem, Step(work=low), Step(work=all_heads)) == [False, False]
+    with pytest.raises(AssertionError, match="head groups overlap"):
+        begins(problem, Step(work=low), Step(work=all_heads))
     assert begins(problem, Step(work=make_work(problem, 1, [0], (0, 4)))) == [True, False]
     window = causal("zigzag", 24, 2, window=0, nheads_k=4)
     part = replace(all_heads[0], tiles=make_work(window, 1, [1], (0, 4))[0].tiles[:1])
@@ -503,6 +504,9 @@ def test_results_begin_where_launches_name_every_row_first() -> None:
     home = Transfer(Payload.RESULT, Side.KEY, 1, (0, 4), 0, 1)
     assert begins(problem, Step((home,)), Step(work=all_heads)) == [True, False]
     assert begins(problem, Step(work=all_heads), Step((home,))) == [True, True]
+    assert begins(problem, Step((home,), all_heads)) == [True, True]
+    in_place = Transfer(Payload.RESULT, Side.KEY, 1, (0, 4), 1, 1)
+    assert begins(problem, Step((in_place,), all_heads)) == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,7 @@ from simulate import needed_rows
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench import LINKS, Link, Replay, replay
+from ring_flash_attn.bench.contenders import Kept
 from ring_flash_attn.bench.holdings import walk_through
 from ring_flash_attn.bench.report import Design, Measured, Peak, RankResult, Times
 from ring_flash_attn.bench.scenario import Scenario
@@ -162,14 +162,6 @@ def test_a_rank_alone_launches_what_its_plans_say(route: str) -> None:
         assert spy.tiles == works
 
 
-@pytest.fixture
-def nan_memory() -> Iterator[None]:
-    """Fresh memory holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("route", route_names())
 @pytest.mark.parametrize("link", [None, FAST], ids=["removed", "emulated"])
@@ -186,12 +178,12 @@ def test_numbers_are_sane(
 def test_buffers_that_stay_are_used_again(route: str) -> None:
     one_rank = stage(route=route).rank(1, None)
     (local,) = one_rank.job.ranks
-    assert local.free == {}
+    assert isinstance(local.pool, Kept)
+    assert local.pool.free == {}
     counts = []
     for _ in range(3):
         one_rank.both()
-        assert local.free is not None
-        counts.append({key: len(buffers) for key, buffers in local.free.items()})
+        counts.append({key: len(buffers) for key, buffers in local.pool.free.items()})
     assert counts[0]
     assert counts[0] == counts[1] == counts[2]
 
@@ -209,6 +201,25 @@ def test_what_a_ring_holds_is_what_the_documents_say() -> None:
         "K, V in flight": 2 * keys,
         "dK, dV in flight": 3 * 2 * keys,
     }
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 3, 9, 10, 14, 16, 20]], ids=["one", "documents"])
+@pytest.mark.parametrize("sources", [2, 3, 7])
+@pytest.mark.parametrize("world_size", [8, 16])
+def test_what_groups_hold(world_size: int, sources: int, cu_seqlens: list[int] | None) -> None:
+    """2 G shards of K and V and 3 G of dK and dV at most, however many ranks there are."""
+    keys = 2 * 20 * 2 * 8 * 2
+    group = stage(world_size=world_size, sources_per_launch=sources, cu_seqlens=cu_seqlens)
+    found = []
+    for rank in range(world_size):
+        one_rank = group.rank(rank, None)
+        forward, backward = walk_through(one_rank.job, one_rank.shard)
+        assert forward.held["K, V in flight"] <= 2 * sources * keys
+        assert backward.held["K, V in flight"] <= 2 * sources * keys
+        assert backward.held["dK, dV in flight"] <= 3 * sources * 2 * keys
+        found.append(forward.held["K, V in flight"])
+    if cu_seqlens is None:
+        assert 2 * found[-1] == found[0], "zigzag: the last rank needs half of each shard"
 
 
 # What follows.

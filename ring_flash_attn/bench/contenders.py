@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention import QKV, Job, backward, forward
 from ..job import rank_job, virtual_job
 from ..kernels.base import choose_kernel
-from ..walk import Free
+from ..walk import Pool
 from .link import Link
 from .pace import Bank, Peers
 from .scenario import Scenario
@@ -79,6 +79,22 @@ class OneRank:
         return recorder.bars()
 
 
+class Kept(Pool):
+    """Buffers that stay, and serve every walk."""
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A used one if there is any."""
+        free = self.free.get((shape, dtype))
+        return free.pop() if free else super().take(shape, dtype, device)
+
+    def give(self, buffer: Tensor) -> None:
+        """For the next to take."""
+        self.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+
+
 class Stage:
     """Makes contenders; they share prepared data, buffers, and shards where these have one size."""
 
@@ -86,7 +102,7 @@ class Stage:
         self.scenario = scenario
         self.bank = Bank(scenario.device)
         self._shards: dict[int, tuple[QKV, Tensor]] = {}
-        self._free: Free = {}
+        self._kept = Kept()
 
     def data(self, tokens: int) -> tuple[QKV, Tensor]:
         """(q, k, v) and dout of so many tokens."""
@@ -107,9 +123,9 @@ class Stage:
         shard, dout = self.data(scenario.size(rank))
         wide = scenario.dtype.itemsize >= torch.float32.itemsize
         peers = Peers(scenario.device, link, self.bank, always_copies=wide)
-        free = self._free if keeps_buffers and link is None else None
+        pool = self._kept if keeps_buffers and link is None else Pool()
         job = rank_job(
-            scenario.route, scenario.problem, rank, shard, scenario.options, peers.transport, free
+            scenario.route, scenario.problem, rank, shard, scenario.options, peers.transport, pool
         )
         return OneRank(job, shard, dout, peers)
 
@@ -129,7 +145,8 @@ def with_chosen_kernel(scenario: Scenario) -> Scenario:
     shapes = [(scenario.batch, rows, each, headdim) for each in heads]
     q, k, v = (torch.empty(shape, dtype=scenario.dtype, device="meta") for shape in shapes)
     opts = replace(scenario.options, kernel="reference")  # any device will do for now
-    job = rank_job(scenario.route, scenario.problem, scenario.ranks[0], (q, k, v), opts, _nobody)
+    ranks = scenario.ranks[0], (q, k, v)
+    job = rank_job(scenario.route, scenario.problem, *ranks, opts, _nobody, Pool())
     call = replace(job.call, device=scenario.device)
     return replace(scenario, kernel=choose_kernel(scenario.kernel, call).name)
 

@@ -16,7 +16,7 @@ from ..attention import Job, Local, backward, forward
 from ..comm import Message
 from ..kernels.base import Call, Kernel, as_block, as_direct
 from ..plan import Payload, Plan, Side
-from ..walk import Free
+from ..walk import Pool
 from .pace import Bank, sizes
 
 _INPUTS = {Side.KEY: "K, V", Side.QUERY: "Q"}
@@ -31,7 +31,7 @@ class Walked:
         launches: of the kernel.
         posts: with messages.
         sent, received: bytes.
-        held: bytes beside inputs and outputs, by name.
+        held: bytes beside inputs and outputs, by name; of each the most at any time.
     """
 
     launches: int
@@ -89,26 +89,43 @@ def walk_through(job: Job, shard: Sequence[Tensor], bank: Bank | None = None) ->
     lse = q.new_empty((batch, nheads, length), dtype=job.call.state_dtype)
     found = []
     for is_backward in (False, True):
-        counter, free = _Counter(job.kernel, bank), Free()
-        dry = _dry(job, counter, free)
+        counter, tally = _Counter(job.kernel, bank), _Tally()
+        dry = _dry(job, counter, tally)
         if is_backward:
             backward(dry, [(q, k, v)], None, [(out, lse)], [(out, None)])
         else:
             forward(dry, [(q, k, v)], None)
-        held = _held(dry, (q, k, v), free, is_backward)
+        held = _held(dry, (q, k, v), tally, is_backward)
         counts = (counter.launches, counter.posts, counter.sent, counter.received)
         found.append(Walked(*counts, held))
     return tuple(found)
 
 
-def _dry(job: Job, counter: _Counter, free: Free) -> Job:
+class _Tally(Pool):
+    """Counts the bytes of buffers in use, by dtype."""
+
+    def __init__(self) -> None:
+        self._now: dict[torch.dtype, int] = {}
+        self.most: dict[torch.dtype, int] = {}
+
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = super().take(shape, dtype, device)
+        self._now[dtype] = self._now.get(dtype, 0) + buffer.nbytes
+        self.most[dtype] = max(self.most.get(dtype, 0), self._now[dtype])
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        self._now[buffer.dtype] -= buffer.nbytes
+
+
+def _dry(job: Job, counter: _Counter, tally: _Tally) -> Job:
     (local,) = job.ranks
-    local = Local(local.forward, local.backward, lambda: counter, free)
+    local = Local(local.forward, local.backward, lambda: counter, tally)
     return Job((local,), counter, replace(job.call, device=torch.device("meta")))
 
 
-def _held(job: Job, shard: Sequence[Tensor], free: Free, is_backward: bool) -> dict[str, int]:
-    """By name: what the pass keeps of its own, and the buffers that it has left behind."""
+def _held(job: Job, shard: Sequence[Tensor], tally: _Tally, is_backward: bool) -> dict[str, int]:
+    """By name: what the pass keeps of its own, and its buffers."""
     path = job.ranks[0].backward if is_backward else job.ranks[0].forward
     call = job.call
     element, state = call.dtype.itemsize, call.state_dtype.itemsize
@@ -123,11 +140,11 @@ def _held(job: Job, shard: Sequence[Tensor], free: Free, is_backward: bool) -> d
     if is_backward and as_block(job.kernel) is None:
         held["delta"] = rows
     inputs, results = _names(path.plan, is_backward)
-    for (_, dtype), buffers in free.items():
+    for dtype, most in tally.most.items():
         is_input = dtype is call.dtype and element != state
         both = "; ".join(name for name in (inputs, results) if name)
         name = inputs if is_input else results if element != state else both
-        held[name] = held.get(name, 0) + sum(buffer.nbytes for buffer in buffers)
+        held[name] = most
     return held
 
 

@@ -1,8 +1,8 @@
 """The emulated link: what stands in for all other ranks, and takes as long as they would.
 
-A post goes to a stream of its own, behind the current stream and earlier posts. There, what would
-arrive is copied from prepared data, and the rest of the link's time is waited out. So a kernel that
-needs a message waits as it would, and one that does not is not held up.
+A post goes to streams of its own, behind the current stream and earlier posts. There, what would
+arrive is copied from prepared data, while the link's time is waited out. So a kernel that needs a
+message waits as it would, and one that does not is not held up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Wire(Protocol):
     """A queue of posts that is worked off beside the computation."""
 
     def carry(self, copies: Copies, seconds: float, label: str, recorder: Recorder | None) -> None:
-        """Queue one post: the copies, and as much time as is left of `seconds`."""
+        """Queue one post, which takes the copies and `seconds`, whichever is longer."""
         ...
 
     def ticket(self) -> object:
@@ -120,7 +120,7 @@ class CudaWire:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
         self._stream.wait_stream(self._copying)
-        if self._posted == self._joined:
+        if seconds and self._posted == self._joined:
             current.wait_event(begin)
             torch.cuda._sleep(_HEAD_START)
         self._posted += 1
@@ -167,7 +167,7 @@ class Peers:
     Attributes:
         link: how they are reached; None: messages cost nothing. Then a buffer gets prepared data
             when it is seen for the first time, and is later left as it is. So buffers have to stay
-            the same from walk to walk (`Local.free`).
+            the same from walk to walk (`Kept`).
         always_copies: even if messages cost nothing. In fp32 and fp64, what kernels read lies where
             gradients were, and would grow from run to run. Numbers of rows, which are few, are
             always copied: as an lse, what a state left behind may be −inf.

@@ -33,7 +33,7 @@ class Timing:
 
 
 class Stopwatch:
-    """Times one piece of work; on a GPU behind other work that lasts until all of it is queued."""
+    """Times one piece of work; on a GPU behind other work that lasts while it is queued."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

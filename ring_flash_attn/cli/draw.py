@@ -40,7 +40,7 @@ def draw(
         int | None, typer.Option(min=1, help="KV heads that travel together (all_gather).")
     ] = None,
     sources_per_launch: Annotated[
-        int, typer.Option(min=1, help="Ranks whose keys one launch takes at most (ring).")
+        int, typer.Option(min=1, help="Ranks whose keys one launch takes (ring; usually 2).")
     ] = 1,
     svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
 ) -> None:

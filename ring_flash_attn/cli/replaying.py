@@ -28,9 +28,9 @@ def explain(replay: Replay) -> Iterator[str]:
         f"Each rank: {tokens}, batch {s['batch']}, heads {s['nheads']}/{s['nheads_k']}, "
         f"headdim {s['headdim']}, {s['dtype']}, {'causal' if s['causal'] else 'full'}."
     )
-    if s["sources_per_launch"] is not None:
-        others = {1: "one other rank"}.get(s["sources_per_launch"])
-        others = others or f"up to {s['sources_per_launch']} other ranks"
+    if s["sources_per_launch"] is not None and s["world_size"] > 1:
+        sources = s["sources_per_launch"]
+        others = "one other rank" if sources == 1 else f"up to {sources} other ranks"
         yield f"A launch takes the keys of {others}."
     yield "Kernels, merges, buffers and streams are a real rank's; what it receives is random data."
     if replay.link is None:

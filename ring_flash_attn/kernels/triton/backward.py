@@ -5,8 +5,8 @@ step needs nothing from the others. With dp = dout · v' and delta = sum of dout
 
     dv = p' · dout      ds = p ∘ (dp − delta)      dk = ds' · q · scale      dq = ds · k · scale
 
-Each accumulator is read and added to once, at the end of a program; FRESH ones are written, in the
-user's dtype. Always deterministic.
+Each accumulator is read and added to once, at the end of a program; FRESH ones are written (in the
+user's dtype, if there is a single launch). Always deterministic.
 """
 
 # fmt: off
