@@ -403,6 +403,8 @@ class Walker:
         transfer = move.transfer
         if transfer.payload is Payload.RESULT or transfer.owner != self.rank:
             return _cut(self._buffer(move.slot), move.of_slot)
+        if not move.of_shard:
+            return []
         key = transfer.side, transfer.heads
         rows, _ = self.path.own[key]
         if key not in self._own:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import Sample, check, expected_of, make_sample
+from samples import Results, Sample, check, expected_of, make_sample
 from torch import Tensor
 
 from ring_flash_attn import (
@@ -114,6 +114,26 @@ def test_a_window_that_looks_ahead_is_right(ranks: Any) -> None:
     parts = ranks(3).run(run, False, window_size)
     out = torch.cat([ours for ours, _ in parts])
     check({"out": out}, {"out": expected_of(sample(False, window_size))["out"]}, 1e-12)
+
+
+def no_keys_at_all(rank: int, n: int) -> Results:
+    """Every shard of the keys is empty."""
+    q, k = torch.randn(4, 2, 8), torch.randn(0, 2, 8)
+    out = llama3_flash_attn_varlen_func(
+        *(q, k, k),
+        cu_seqlens_q=torch.tensor([0, 4], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 0], dtype=torch.int32),
+        max_seqlen_q=4,
+        max_seqlen_k=0,
+        heads_k_stride=1,
+        local_k_slice=slice(0, 0),
+    )
+    return {"out": out}
+
+
+def test_no_keys_at_all(ranks: Any) -> None:
+    for found in ranks(2).run(no_keys_at_all):
+        assert not found["out"].any()
 
 
 def without_keys(rank: int, n: int) -> list[bool]:

@@ -145,7 +145,10 @@ class LibraryKernel:
             else:
                 grads.dq[:, slice(*lowered.query_rows)] += dq
             for into, grad in ((grads.dk, dk), (grads.dv, dv)):
-                launch.put(into, grad) if writes_k else launch.add(into, grad, columns)
+                if writes_k:
+                    launch.put(into, grad)
+                else:
+                    launch.add(into, grad, columns)
 
     def alone(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], call: Call
