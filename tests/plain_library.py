@@ -156,8 +156,14 @@ def _run_forward(
 def _run_backward(tensors: Any, lse: Tensor, grads: Any, cu: Any, window: Any, s: float) -> None:
     lse = lse if tensors[0].dim() == 4 else lse[None]
     found = backward(*(_batched(x) for x in tensors), lse, *cu, window, s)
-    for into, grad in zip(grads, found, strict=True):
-        into.copy_(grad if into.dim() == 4 else grad[0])
+    if cu[0] is None:
+        for into, grad in zip(grads, found, strict=True):
+            into.copy_(grad)
+        return
+    for (q, q_end), (k, k_end) in zip(*(pairwise(each.tolist()) for each in cu), strict=True):
+        if q < q_end and k < k_end:  # other rows are left as they are
+            for into, grad, rows in zip(grads, found, ((q, q_end), (k, k_end), (k, k_end))):
+                into[slice(*rows)] = grad[0, slice(*rows)]
 
 
 def flash_attn_2() -> Any:

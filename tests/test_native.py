@@ -337,6 +337,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.usefixtures("nan_memory")
 def test_wrappers_pass_the_right_arguments(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     file, parents, module, fake = WRAPPERS[name]
     kernel = wrapper(monkeypatch, file, parents, module, fake())

@@ -27,6 +27,7 @@ class Block:
         window: keys seen left and right of the diagonal that ends in the last corner; −1: all.
         cu_seqlens_q, cu_seqlens_k: (blocks + 1,) int32 on the device; None for a single block.
         max_seqlen_q, max_seqlen_k: rows of the longest block, or more.
+        gaps: some rows are in no block, so that cu_seqlens name blocks of queries or keys alone.
     """
 
     window: tuple[int, int]
@@ -34,6 +35,7 @@ class Block:
     cu_seqlens_k: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
+    gaps: bool = False
 
     @property
     def causal(self) -> bool:
@@ -50,7 +52,7 @@ class Block:
 
     def for_gradients(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Where gradients of these go; 0 where there are rows that the library may skip."""
-        make = torch.empty if self.cu_seqlens_q is None else torch.zeros
+        make = torch.zeros if self.gaps else torch.empty
         return tuple(make(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
 
 
@@ -281,8 +283,9 @@ def _block(call: LibraryCall, device: torch.device) -> Block:
         to_device(torch.tensor(offsets, dtype=torch.int32), device) for offsets in (cu_q, cu_k)
     )
     longest_q, longest_k = (max(b - a for a, b in pairwise(offsets)) for offsets in (cu_q, cu_k))
+    gaps = any(a == b for offsets in (cu_q, cu_k) for a, b in pairwise(offsets))
     # FlashAttention-2 takes 1 to mean that every block has one query; here some may have none.
-    return Block(call.window, cu_seqlens_q, cu_seqlens_k, max(longest_q, 2), longest_k)
+    return Block(call.window, cu_seqlens_q, cu_seqlens_k, max(longest_q, 2), longest_k, gaps)
 
 
 def _offsets(call: LibraryCall) -> tuple[list[int], list[int]]:
