@@ -32,7 +32,8 @@ def scenarios() -> dict[str, dict]:
         for sources in (1, 2, 4):
             name = f"zigzag x ring x {kernel}, {sources} in a launch"
             found[name] = {"kernel": kernel, "sources_per_launch": sources}
-    found["zigzag x ring x fa2, 1 in a launch"]["existing"] = True
+    for kernel in ("fa2", "fa4"):
+        found[f"zigzag x ring x {kernel}, 1 in a launch"]["existing"] = kernel
     for kernel in ("fa4", "fa2", "triton"):
         packed = {"kernel": kernel, "cu_seqlens": PACK}
         for sources in (1, 2, 4):

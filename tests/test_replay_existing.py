@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from plain_library import PlainLibrary
 from replays import TorchBlock, existing_on_virtual_ranks, small
 
 from ring_flash_attn.bench import replay
-from ring_flash_attn.bench.existing import FlashAttention2, merge, scripted_merge
+from ring_flash_attn.bench.existing import ByLibrary, merge, scripted_merge
 from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.kernels import base
+from ring_flash_attn.kernels.native.blocks import LibraryKernel
 
 
-@pytest.mark.parametrize("merged", [merge, scripted_merge()], ids=["plain", "scripted"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_existing_design_is_right(world_size: int, merged: Any) -> None:
+def check(world_size: int, block: Any, merged: Any) -> None:
+    """Out and gradients of virtual ranks, against the oracle."""
     torch.manual_seed(world_size)
     shapes = [(2, 12 * world_size, heads, 8) for heads in (4, 2, 2, 4)]
     q, k, v, dout = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
@@ -23,9 +27,15 @@ def test_the_existing_design_is_right(world_size: int, merged: Any) -> None:
     expected, _ = oracle(*leaves, Rules(causal=True))
     want = [expected.detach(), *torch.autograd.grad(expected, leaves, dout)]
     qkv = [x.detach() for x in leaves]
-    got = existing_on_virtual_ranks(qkv, dout, world_size, TorchBlock(), merged)
+    got = existing_on_virtual_ranks(qkv, dout, world_size, block, merged)
     for ours, theirs in zip(got, want, strict=True):
         assert (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("merged", [merge, scripted_merge()], ids=["plain", "scripted"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_existing_design_is_right(world_size: int, merged: Any) -> None:
+    check(world_size, TorchBlock(), merged)
 
 
 def test_the_existing_design_is_replayed_beside_ours() -> None:
@@ -39,7 +49,7 @@ def test_the_existing_design_is_replayed_beside_ours() -> None:
 
 def test_flash_attention_2_takes_these_arguments() -> None:
     """By torch's own rules for shapes: no GPU is needed."""
-    block = FlashAttention2()
+    block = ByLibrary("fa2")
     q, k = (
         torch.empty(1, n, h, 64, dtype=torch.bfloat16, device="meta") for n, h in ((8, 4), (6, 2))
     )
@@ -47,3 +57,21 @@ def test_flash_attention_2_takes_these_arguments() -> None:
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (1, 4, 8), torch.float32)
     grads = block.backward(out, q, k, k, out, lse, causal=False)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+
+
+def test_it_runs_on_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one in plain torch, under the name of one that is not installed."""
+    module = ModuleType("plain_kernel")
+    module.KERNEL = LibraryKernel(PlainLibrary(True, False))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "plain_kernel", module)
+    entries = {**base._ENTRIES, "fa4": base.Entry("plain_kernel", "")}
+    monkeypatch.setattr(base, "_ENTRIES", entries)
+    monkeypatch.setattr(base, "_registered", ["fa4"])
+    base.load_kernel.cache_clear()
+    try:
+        check(3, ByLibrary("fa4"), merge)
+        found = replay(**small(), existing="fa4")
+    finally:
+        base.load_kernel.cache_clear()
+    assert found.existing is not None
+    assert found.existing.name == "existing library's zigzag design on fa4"

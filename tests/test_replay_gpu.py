@@ -11,7 +11,7 @@ import torch
 from replays import existing_on_virtual_ranks, small, stage, tensors
 
 from ring_flash_attn.bench import LINKS, Link, Replay, replay
-from ring_flash_attn.bench.existing import FlashAttention2, scripted_merge
+from ring_flash_attn.bench.existing import ByLibrary, scripted_merge
 from ring_flash_attn.bench.pace import Bank, Peers
 from ring_flash_attn.bench.timeline import COMPUTE, TRANSFERS
 from ring_flash_attn.cli.drawing.timeline import draw_timeline
@@ -105,6 +105,6 @@ def test_the_existing_design_is_right_on_flash_attention_2() -> None:
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     expected, _ = oracle(*leaves, Rules(causal=True))
     want = [expected, *torch.autograd.grad(expected, leaves, inputs[3].double())]
-    got = existing_on_virtual_ranks(inputs[:3], inputs[3], 4, FlashAttention2(), scripted_merge())
+    got = existing_on_virtual_ranks(inputs[:3], inputs[3], 4, ByLibrary("fa2"), scripted_merge())
     for ours, theirs in zip(got, want, strict=True):
         assert (ours.double() - theirs).abs().max() < 3e-2 * theirs.abs().max()

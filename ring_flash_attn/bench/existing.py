@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ from torch.nn.functional import logsigmoid
 
 from ..attention import QKV
 from ..comm import Message, Transport
+from ..kernels.base import LIBRARIES, Call, load_kernel, why_not
+from ..kernels.native.blocks import Block as LibraryBlock
+from ..kernels.native.blocks import Library, LibraryKernel
+from ..tiles import Mask
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
@@ -47,30 +51,46 @@ class Block(Protocol):
         ...
 
 
-class FlashAttention2:
-    """The one that comes with torch."""
+class ByLibrary:
+    """Kernels of others, by the name that they have here; "fa2" comes with torch.
 
-    def __init__(self) -> None:
-        self._unused: tuple[Tensor, Tensor] | None = None  # state of dropout's generator
+    Raises:
+        ValueError: there is no such library.
+    """
+
+    def __init__(self, name: str) -> None:
+        if name not in LIBRARIES:
+            raise ValueError(f"unknown library {name!r}; choose one of {', '.join(LIBRARIES)}")
+        self.name = name
+
+    def why_not(self, q: Tensor, k: Tensor) -> list[str]:
+        """Every reason why it cannot do blocks of such tensors."""
+        return why_not(self.name, _call(q, k))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OutLse:
         """(out, lse), out in the dtype of q."""
-        out, lse, *unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False
-        )
-        self._unused = unused[0], unused[1]
-        return out, lse
+        return self._library.forward(q, k, v, _block(q, k, causal), _call(q, k))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> QKV:
         """(dq, dk, dv) in the dtype of q."""
-        assert self._unused is not None, "forward comes first"
-        lengths = (q.shape[1], k.shape[1])
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, *lengths, 0.0, causal, *self._unused
-        )
-        return dq, dk, dv
+        block = _block(q, k, causal)
+        return self._library.backward(dout, q, k, v, out, lse, block, _call(q, k))
+
+    @property
+    def _library(self) -> Library:
+        return cast(LibraryKernel, load_kernel(self.name)).library
+
+
+def _block(q: Tensor, k: Tensor, causal: bool) -> LibraryBlock:
+    return LibraryBlock((-1, 0 if causal else -1), None, None, q.shape[1], k.shape[1])
+
+
+def _call(q: Tensor, k: Tensor) -> Call:
+    headdim = q.shape[3]
+    numbers = (q.shape[2], k.shape[2], headdim, headdim, headdim**-0.5)
+    return Call(q.device, q.dtype, *numbers, Mask(right=0))
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +129,7 @@ class ZigzagRing:
     rank: int
     world_size: int
     transport: Callable[[], Transport]
-    block: Block = field(default_factory=FlashAttention2)
+    block: Block
     merge: Merge = merge
     make: Callable[[Tensor], Tensor] = torch.empty_like
 

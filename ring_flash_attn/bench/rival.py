@@ -10,12 +10,15 @@ from torch import Tensor
 from ..attention import QKV
 from ..comm import Transport
 from .contenders import Passes, Stage
-from .existing import Block, FlashAttention2, ZigzagRing, merge, run_together, scripted_merge
+from .existing import Block, ByLibrary, ZigzagRing, merge, run_together, scripted_merge
 from .link import Link
 from .pace import Peers
 from .scenario import Scenario
 
-NAME = "existing library's zigzag design on torch's FlashAttention-2"
+
+def design_name(block: Block) -> str:
+    """What the existing design is called in reports."""
+    return f"existing library's zigzag design on {getattr(block, 'name', type(block).__name__)}"
 
 
 class Recycler:
@@ -117,14 +120,12 @@ def check_rival(scenario: Scenario, block: Block) -> None:
         reasons.append("only the causal one of equal sequences is replayed")
     if scenario.tokens % 2:
         reasons.append(f"it halves shards, and {scenario.tokens} tokens are odd")
-    if isinstance(block, FlashAttention2):
-        if scenario.device.type != "cuda":
-            reasons.append(f"torch's FlashAttention-2 needs a GPU, not {scenario.device}")
-        if scenario.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"FlashAttention-2 takes float16 and bfloat16, not {scenario.dtype}")
-        if scenario.headdim > 256 or scenario.headdim % 8:
-            reasons.append(
-                f"FlashAttention-2 takes multiples of 8 up to 256, not headdim {scenario.headdim}"
-            )
+    if isinstance(block, ByLibrary):
+        heads, last = (scenario.nheads, scenario.nheads_k), scenario.headdim
+        q, k = (
+            torch.empty((0, 0, each, last), dtype=scenario.dtype, device=scenario.device)
+            for each in heads
+        )
+        reasons += [f"{block.name}: {why}" for why in block.why_not(q, k)]
     if reasons:
         raise ValueError(f"the existing design: {'; '.join(reasons)}")

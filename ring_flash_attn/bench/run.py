@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .contenders import with_chosen_kernel
-from .existing import Block, FlashAttention2
+from .existing import Block, ByLibrary
 from .link import NONE, Link, find_link
 from .pace import check_link
 from .report import Replay
@@ -36,7 +36,7 @@ def replay(
     link: Link | str | None = None,
     repeats: int = 9,
     device: str | torch.device | None = None,
-    existing: bool | Block = False,
+    existing: bool | str | Block = False,
     timeline: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> Replay:
@@ -62,8 +62,8 @@ def replay(
         link: one of `LINKS` by name, or a `Link`; None or "none": communication costs nothing.
         repeats: rounds of the medians.
         device: by default the GPU, if there is one.
-        existing: replay the existing library's zigzag design as well, on torch's FlashAttention-2
-            or on a block of your own.
+        existing: replay the existing library's zigzag design as well: on torch's FlashAttention-2
+            (True), on another library by its name, such as "fa4", or on a block of your own.
         timeline: record when each launch and transfer of the slowest rank began and ended.
         report: is told what is being done.
 
@@ -94,7 +94,14 @@ def replay(
     found = link if isinstance(link, Link) else find_link(NONE if link is None else link)
     check_link(found, scenario.device)
     scenario = with_chosen_kernel(scenario)
-    block: Block | None = FlashAttention2() if existing is True else existing or None
+    block = _block(existing)
     if block is not None:
         check_rival(scenario, block)
     return Session(scenario, found, repeats, report).run(block, timeline)
+
+
+def _block(existing: bool | str | Block) -> Block | None:
+    """What the existing design is to run on, if it is to run."""
+    if isinstance(existing, bool):
+        return ByLibrary("fa2") if existing else None
+    return ByLibrary(existing) if isinstance(existing, str) else existing

@@ -16,7 +16,7 @@ from .existing import Block
 from .holdings import Walked, walk_through
 from .link import Link
 from .report import Design, Measured, Peak, RankResult, Replay, Times
-from .rival import NAME, BlockAlone, Recycler, RivalRank, rival_pairs
+from .rival import BlockAlone, Recycler, RivalRank, design_name, rival_pairs
 from .scenario import Scenario
 from .timeline import Bar
 from .timing import Stopwatch, Timing, interleaved, peak_bytes
@@ -66,7 +66,7 @@ class Session:
             watch = Stopwatch(self._scenario.device)
             self._time(watch)
             design = self._design(*ours)
-            existing = None if block is None else self._rival()
+            existing = None if block is None else self._rival(block)
             bars = self._record(design, watch) if with_timeline else ()
         return Replay(
             _plain(self._scenario),
@@ -99,13 +99,14 @@ class Session:
 
     def _add_rival(self, block: Block) -> None:
         stage, link = self._stage, self._link
-        self._add(NAME, _BASE, BlockAlone(stage, block, True))
-        self._add(NAME, _FULL, BlockAlone(stage, block, False))
+        name = design_name(block)
+        self._add(name, _BASE, BlockAlone(stage, block, True))
+        self._add(name, _FULL, BlockAlone(stage, block, False))
         recycler = Recycler()
         for rank in self._scenario.ranks:
             free, bare = (RivalRank(stage, block, rank, None, kept) for kept in (recycler, None))
             linked = None if link is None else RivalRank(stage, block, rank, link)
-            self._add(NAME, _who(rank), free, linked, bare)
+            self._add(name, _who(rank), free, linked, bare)
 
     def _add(
         self,
@@ -180,11 +181,11 @@ class Session:
             ranks,
         )
 
-    def _rival(self) -> Design:
+    def _rival(self, block: Block) -> Design:
         scenario = self._scenario
         sizes = dict.fromkeys(scenario.ranks, scenario.tokens)
         pairs = dict.fromkeys(scenario.ranks, rival_pairs(scenario))
-        return self._design(NAME, sizes, pairs, {})
+        return self._design(design_name(block), sizes, pairs, {})
 
     def _record(self, design: Design, watch: Stopwatch) -> tuple[Bar, ...]:
         """A run of its own, so that recording does not change what is timed."""

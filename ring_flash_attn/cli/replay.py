@@ -14,7 +14,7 @@ from .. import routes as _routes  # registers them
 from ..bench import LINKS, find_link
 from ..bench import replay as run_replay
 from ..bench.link import NONE
-from ..kernels.base import AUTO, NATIVE, kernel_names
+from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
 from .drawing.timeline import draw_timeline
@@ -69,6 +69,9 @@ def replay(
     existing: Annotated[
         bool, typer.Option("--existing", help="The existing library's zigzag design as well.")
     ] = False,
+    existing_kernel: Annotated[
+        str | None, typer.Option(help=f"The same, but not on fa2: {', '.join(LIBRARIES)}.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of the medians.")] = 9,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU.")
@@ -106,7 +109,7 @@ def replay(
                 link=find_link(link, link_gbps, latency_us),
                 repeats=repeats,
                 device=device,
-                existing=existing,
+                existing=existing_kernel or existing,
                 timeline=svg is not None,
                 report=status.update,
             )

@@ -93,17 +93,22 @@ class Library(Protocol):
 
 
 class LibraryKernel:
-    """A library as a `BlockKernel`."""
+    """A library as a `BlockKernel`.
+
+    Attributes:
+        name: that of the library.
+        library: it itself.
+    """
 
     blocks = True
 
     def __init__(self, library: Library) -> None:
-        self.name, self._library = library.name, library
+        self.name, self.library = library.name, library
         self._launches: dict[tuple[object, ...], tuple[Sequence[Tile], Launch]] = {}
 
     def why_not(self, call: Call) -> list[str]:
         """Every reason why it cannot do this call; empty if it can."""
-        return self._library.why_not(call)
+        return self.library.why_not(call)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
@@ -113,7 +118,7 @@ class LibraryKernel:
         q, k, v = map(_side_by_side, (q, launch.gathered(k), launch.gathered(v)))
         for lowered, block in launch.calls:
             rows, columns = slice(*lowered.query_rows), slice(*lowered.key_rows)
-            out, lse = self._library.forward(q[:, rows], k[:, columns], v[:, columns], block, call)
+            out, lse = self.library.forward(q[:, rows], k[:, columns], v[:, columns], block, call)
             merge_rows(state, out, lse, rows.start, lowered.rows, call.sink)
 
     def backward(
@@ -162,7 +167,7 @@ class LibraryKernel:
         lowered, block = launch.calls[0]
         columns = slice(*lowered.key_rows)
         q, k, v = map(_side_by_side, (q, k, v))
-        out, lse = self._library.forward(q, k[:, columns], v[:, columns], block, call)
+        out, lse = self.library.forward(q, k[:, columns], v[:, columns], block, call)
         return out.contiguous(), lse
 
     def alone_backward(
@@ -201,7 +206,7 @@ class LibraryKernel:
         dout, q, out = (x[:, rows] for x in (dout, q, saved.out))
         k, v = k[:, columns], v[:, columns]
         lse = saved.lse[:, :, rows].contiguous()
-        return self._library.backward(dout, q, k, v, out, lse, block, call)
+        return self.library.backward(dout, q, k, v, out, lse, block, call)
 
     def _launch(self, tiles: Sequence[Tile], q: Tensor) -> Launch:
         """The calls of a launch; plans hand out the same tiles each time."""
@@ -209,7 +214,7 @@ class LibraryKernel:
         found = self._launches.get(key)
         if found is None:
             # The packed form has no batch: its rows would have to lie behind each other.
-            form = self._library.packs and q.shape[0] == 1, self._library.square
+            form = self.library.packs and q.shape[0] == 1, self.library.square
             calls, rows = lower(tiles, *form), None
             ordered, wanted = in_order(tiles)
             better = lower(ordered, *form)
