@@ -16,8 +16,9 @@ from .checks import autocast_dtype
 from .comm import Transport
 from .kernels.base import Call, Grads, Kernel, Saved, State, as_block, as_direct
 from .kernels.merge import merge
+from .path import Only, Path
 from .plan import Payload, Side, Work
-from .walk import Field, Only, Path, Pool, Views, Walker, walk
+from .walk import Field, Pool, Views, Walker, walk
 
 QKV = tuple[Tensor, Tensor, Tensor]
 

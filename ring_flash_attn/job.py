@@ -14,9 +14,10 @@ from . import checks, comm
 from .attention import QKV, Job, Local, attention
 from .kernels.base import Call, choose_kernel
 from .llama3 import Llama3Problem
+from .path import Path
 from .plan import Problem, Side, make_plan
 from .tiles import Mask
-from .walk import Path, Pool
+from .walk import Pool
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

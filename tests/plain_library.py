@@ -1,19 +1,24 @@
 """Libraries of attention kernels in plain torch: what `kernels/native` asks of one, on a CPU.
 
 `PlainLibrary` follows the protocol; the functions at the end have names and arguments of the real
-libraries' functions, so that a wrapper that passes a wrong one fails.
+libraries' functions, so that a wrapper (`WRAPPERS`) that passes a wrong one fails.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
+import types
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from ring_flash_attn.kernels.base import Call
+from ring_flash_attn.kernels.native import blocks
 from ring_flash_attn.kernels.native.blocks import Block
 
 
@@ -373,3 +378,29 @@ def flash_attn_4() -> Any:
         _run_backward(tensors, lse, (dq, dk, dv), cu, window, softmax_scale)
 
     return SimpleNamespace(**locals())
+
+
+def wrapper(
+    monkeypatch: pytest.MonkeyPatch, file: str, parents: list[str], name: str, fake: Any
+) -> Any:
+    """The wrapper's kernel, imported afresh on top of a fake library."""
+    for parent in parents:
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    module = types.ModuleType(name)
+    vars(module).update(vars(fake))
+    monkeypatch.setitem(sys.modules, name, module)
+    if parents:
+        monkeypatch.setattr(sys.modules[parents[-1]], name.rsplit(".", 1)[1], module, raising=False)
+    ours = f"ring_flash_attn.kernels.native.{file}"
+    sys.modules.pop(ours, None)
+    loaded = importlib.import_module(ours)
+    del sys.modules[ours]
+    monkeypatch.setattr(blocks, "reasons", lambda *args, **kwargs: [])
+    return loaded.KERNEL
+
+
+WRAPPERS = {
+    "flash_attn": ("flash_attn2", ["flash_attn"], "flash_attn.flash_attn_interface", flash_attn_2),
+    "fa3": ("fa3", [], "flash_attn_interface", flash_attn_3),
+    "fa4": ("fa4", ["flash_attn", "flash_attn.cute"], "flash_attn.cute.interface", flash_attn_4),
+}

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
-from ring_flash_attn.layout import Sharding, Span
+from ring_flash_attn.layout import Sharding, Span, get_layout
 from ring_flash_attn.pieces import MOST_PIECES
 from ring_flash_attn.plan import Heads, Payload, Plan, Problem, Side, Transfer, Work, make_plan
-from ring_flash_attn.tiles import Tile
+from ring_flash_attn.tiles import Mask, Tile
 
 Contribution = tuple[int, int, int]
 Parcel = tuple[Side, int, Heads]  # of whom, and which heads
@@ -35,6 +35,19 @@ def allowed(problem: Problem) -> set[Contribution]:
                     pair = starts_q[document] + i, starts_k[document] + j
                     found |= {(*pair, head) for head in range(problem.nheads_k)}
     return found
+
+
+def causal(
+    layout: str,
+    seqlen: int,
+    world_size: int,
+    window: int | None = None,
+    nheads_k: int = 1,
+    sources: int = 1,
+) -> Problem:
+    """One document under a causal mask."""
+    mask, lengths = Mask(left=window, right=0), (seqlen,)
+    return Problem(get_layout(layout), lengths, lengths, world_size, mask, nheads_k, 1, sources)
 
 
 class Simulation:

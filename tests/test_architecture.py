@@ -17,7 +17,7 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-PLAIN_DATA = ("layout", "tiles", "pieces", "plan", "routes")
+PLAIN_DATA = ("layout", "tiles", "pieces", "plan", "routes", "path")
 HEAVY = (
     "triton",
     "cutlass",
@@ -32,7 +32,7 @@ HEAVY = (
 )
 
 # What each part may import of the package, besides itself. Nothing imports upwards.
-DATA = {"layout", "tiles", "pieces", "plan", "routes"}
+DATA = {"layout", "tiles", "pieces", "plan", "routes", "path"}
 ENGINE = {*DATA, "kernels", "comm", "walk", "attention", "checks"}
 ALLOWED: dict[str, set[str]] = {
     "layout": set(),
@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "pieces": {"layout"},
     "plan": {"layout", "tiles", "pieces"},
     "routes": {"layout", "tiles", "plan"},
+    "path": {"tiles", "pieces", "plan"},
     "kernels": {"layout", "tiles"},
     "comm": set(),
     "checks": set(),
