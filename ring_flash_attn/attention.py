@@ -238,6 +238,11 @@ def _sink_part(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return torch.where(score > -torch.inf, (score - lse).exp() * delta, 0.0).sum((0, 2))
 
 
+def _needs_no_zeros(kernel: Kernel) -> bool:
+    """Whether it writes what is first, instead of adding it to what was cleared."""
+    return as_direct(kernel) is not None or as_block(kernel) is not None
+
+
 class _Forward(Walker):
     """q, k, v travel as the plan says; (out, lse) is the result of the query side."""
 
@@ -255,8 +260,7 @@ class _Forward(Walker):
                 Field(group, None, call.state_dtype),
             ),
         }
-        starts = as_direct(job.kernel) is not None or as_block(job.kernel) is not None
-        covered = self.plan.complete and starts
+        covered = self.plan.complete and _needs_no_zeros(job.kernel)
         out, lse = _empty_state(q, call, call.state_dtype, sink, covered)
         final = self.plan.complete and call.dtype is not call.state_dtype
         self.state = State(out, lse, torch.empty_like(out, dtype=call.dtype) if final else None)
@@ -303,7 +307,7 @@ class _Backward(Walker):
         self.job = job
         call = job.call
         super().__init__(local.backward, local.transport(), q.shape[0], q.device, local.pool)
-        self._writes = as_direct(job.kernel) is not None or as_block(job.kernel) is not None
+        self._writes = _needs_no_zeros(job.kernel)
         group = call.nheads // call.nheads_k
         row, out = Field(group, None, call.state_dtype), Field(group, call.headdim_v, call.dtype)
         self.fields = {
