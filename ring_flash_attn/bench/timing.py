@@ -17,6 +17,7 @@ Work = Callable[[], object]
 WARM_UP = 3  # runs; compiles kernels
 _FLUSH, _FLUSH_MS = 1 << 28, 0.05  # 1/4 GiB of zeros: a cold L2, and at least so long to queue in
 _MOST_LEAD = 400  # times: 20 to 40 ms
+_MOST_RUNS = 8  # of a short work in a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +67,26 @@ class Stopwatch:
 def interleaved(
     works: Mapping[Name, Work], watch: Stopwatch, rounds: int, report: Callable[[str], None]
 ) -> dict[Name, Timing]:
-    """Each work once in every round; medians over rounds."""
-    host: dict[Name, float] = {}
+    """Medians of works that take turns, each round beginning with another one.
+
+    A short work has several runs in each round, as many as a long one's time allows: one disturbed
+    run is a large part of it.
+    """
+    tried: dict[Name, Timing] = {}
     for name, work in works.items():
         report(f"warming up: {name}")
         for _ in range(WARM_UP):
             work()
-        host[name] = watch.time(work).host
+        tried[name] = watch.time(work)
+    longest = max(each.device for each in tried.values())
     found: dict[Name, list[Timing]] = {name: [] for name in works}
+    order = list(works)
     for number in range(rounds):
         report(f"round {number + 1} of {rounds}")
-        for name, work in works.items():
-            found[name].append(watch.time(work, host[name]))
+        first = number % len(order)
+        for name in order[first:] + order[:first]:
+            for _ in range(_runs(tried[name].device, longest)):
+                found[name].append(watch.time(works[name], tried[name].host))
     return {
         name: Timing(
             statistics.median(each.device for each in timings),
@@ -85,6 +94,10 @@ def interleaved(
         )
         for name, timings in found.items()
     }
+
+
+def _runs(own: float, longest: float) -> int:
+    return max(1, min(_MOST_RUNS, int(longest / max(own, 1e-6))))
 
 
 def peak_bytes(work: Work, device: torch.device) -> int | None:

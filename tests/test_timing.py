@@ -1,0 +1,52 @@
+"""How contenders are timed: in turns, each first once, short ones more often."""
+
+from __future__ import annotations
+
+from ring_flash_attn.bench.timing import WARM_UP, Stopwatch, Timing, interleaved
+
+
+class _Told(Stopwatch):
+    """Says that works take what they return."""
+
+    def __init__(self) -> None:
+        self.leads: list[float] = []
+
+    def time(self, work, host=1.0):
+        self.leads.append(host)
+        return Timing(work(), 0.5)
+
+
+def _timed(rounds, **spans):
+    ran = []
+
+    def work(name):
+        def run():
+            ran.append(name)
+            left = spans[name]
+            return left.pop(0) if len(left) > 1 else left[0]
+
+        return run
+
+    watch = _Told()
+    found = interleaved({name: work(name) for name in spans}, watch, rounds, lambda line: None)
+    return found, ran[len(spans) * (WARM_UP + 1) :], watch
+
+
+def test_each_round_begins_with_another_one() -> None:
+    _, ran, _ = _timed(4, a=[1.0], b=[1.0], c=[1.0])
+    assert "".join(ran) == "abc" + "bca" + "cab" + "abc"
+
+
+def test_short_works_run_more_often() -> None:
+    """As many times as fit into the longest one, and eight at most."""
+    _, ran, _ = _timed(2, long=[30.0], middle=[9.0], short=[0.1])
+    assert [ran.count(name) for name in ("long", "middle", "short")] == [2, 6, 16]
+
+
+def test_medians_over_all_runs() -> None:
+    """One disturbed run, or one bad round, moves nothing; nor do the runs that warm up."""
+    warm = [100.0] * WARM_UP
+    runs = [2.0, 2.0, 9.0, 9.0, 9.0, 2.0, 2.0, 2.0, 2.0]
+    found, _, watch = _timed(3, long=[*warm, 6.0], short=[*warm, *runs[:1], *runs])
+    assert found["short"].device == 2.0 and found["long"].device == 6.0
+    assert set(watch.leads[2:]) == {0.5}, "the lead is as long as the host needed"
