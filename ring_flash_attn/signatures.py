@@ -444,7 +444,8 @@ def anything(
         heads_k_stride: for route "all_gather", KV heads that travel together; all by default.
         sources_per_launch: for route "ring", ranks whose keys one launch takes at most: fewer and
             larger launches, and as many more buffers. Above 1, keys come straight from their
-            owners. By default 2 in groups of up to 16 ranks, else 1.
+            owners. By default 4 with up to 8192 tokens a rank and 2 with more; 1 in groups of
+            more than 16 ranks.
         {common}
 
     Returns:

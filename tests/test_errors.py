@@ -448,7 +448,7 @@ def test_ranks_that_disagree_all_get_an_error(ranks: Any) -> None:
         "layout": ['layout = "zigzag" on ranks 0, 2', 'layout = "stripe" on rank 1'],
         "route": ['route = "all_gather" on ranks 0, 2', 'route = "ring" on rank 1'],
         "sources": [
-            "sources_per_launch = 2 on ranks 0, 2",
+            "sources_per_launch = 4 on ranks 0, 2",
             "sources_per_launch = 3 on rank 1",
         ],
         "form": ["batch = 1 on ranks 0, 2", "batch = null on rank 1", "documents = 2 on rank 1"],

@@ -19,6 +19,7 @@ from torch import Tensor
 from ring_flash_attn import layout as layouts
 from ring_flash_attn import ring_attention, virtual_ring_attention
 from ring_flash_attn.comm import distributed
+from ring_flash_attn.entry import Options, make_problem
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
 from ring_flash_attn.layout import layout_names, register_layout
@@ -225,3 +226,21 @@ def test_a_rank_that_sends_nothing_takes_part_in_the_set_up(ranks: Any) -> None:
     """The document of rank 0 lies on it alone."""
     for found in ranks(3).run(with_a_set_up, timeout=60):
         assert found["out"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("route", "world_size", "tokens", "sources"),
+    [
+        ("ring", 8, 8192, 4),
+        ("ring", 8, 8193, 2),
+        ("ring", 16, 100, 4),
+        ("ring", 16, 10**6, 2),
+        ("ring", 17, 100, 1),
+        ("all_gather", 8, 100, 1),
+    ],
+)
+def test_how_many_by_default(route: str, world_size: int, tokens: int, sources: int) -> None:
+    """Few tokens make small launches, and many ranks too many connections."""
+    lengths = (tokens * world_size - 1, 1)
+    problem = make_problem("zigzag", route, lengths, lengths, world_size, Options(causal=True), 2)
+    assert problem.sources_per_launch == sources

@@ -17,12 +17,13 @@ from replays import TorchBlock, small, stage, tensors
 from simulate import needed_rows
 from typer.testing import CliRunner, Result
 
-from ring_flash_attn.bench import LINKS, Link, Replay, replay
-from ring_flash_attn.bench.contenders import Kept
+from ring_flash_attn.bench import LINKS, Link, Replay, replay, session
+from ring_flash_attn.bench.contenders import Kept, OneRank
 from ring_flash_attn.bench.holdings import walk_through
 from ring_flash_attn.bench.report import Design, Measured, Peak, RankResult, Times
 from ring_flash_attn.bench.scenario import Scenario
 from ring_flash_attn.bench.timeline import BACKWARD, COMPUTE, FORWARD, TRANSFERS
+from ring_flash_attn.bench.timing import Timing
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.drawing.timeline import draw_timeline
 from ring_flash_attn.cli.replaying import explain, notes
@@ -253,6 +254,34 @@ def test_efficiency_and_rates() -> None:
     assert (ours.slowest(both=False), ours.slowest(both=True)) == (second, first)
     # 2000 pairs of 10⁶ FLOPs in 10 ms: 0.2 TFLOP/s; 3.5 times as many in 30 ms
     assert ours.rate(2000, Times(10, 30)) == Times(pytest.approx(0.2), pytest.approx(7 / 30))
+
+
+def test_one_device_works_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base 4 times in a row, whole blocks of twice its pairs half as often; then per run."""
+    runs: list[int] = []
+    plain = OneRank.forward
+
+    def counted(self: OneRank) -> object:
+        runs[-1] += 1
+        return plain(self)
+
+    def timed(works: Any, *_: object) -> dict[Any, Timing]:
+        found = {}
+        for key, work in works.items():
+            runs.append(0)
+            work()
+            found[key] = Timing(8.0 * runs[-1], 4.0)
+        return found
+
+    monkeypatch.setattr(session, "interleaved", timed)
+    monkeypatch.setattr(OneRank, "forward", counted)
+    runs.append(0)  # what is run for its memory
+    found = replay(**small(world_size=4, seqlen=512, ranks=[1]), link="pcie5")
+    assert runs[1:] == [4, 4, 2, 2, 1, 1, 1, 1]
+    assert found.ours.base.removed == found.ours.full.removed == Times(8, 8)
+    assert found.ours.base.host == Times(1, 1)
+    assert found.ours.full.host == Times(2, 2)
+    assert found.ours.ranks[0].measured.removed == Times(8, 8)
 
 
 def test_pairs_and_flops_of_a_scenario() -> None:

@@ -19,7 +19,7 @@ from .report import Design, Measured, Peak, RankResult, Replay, Times
 from .rival import BlockAlone, Recycler, RivalRank, design_name, rival_pairs
 from .scenario import Scenario
 from .timeline import Bar
-from .timing import Stopwatch, Timing, interleaved, peak_bytes
+from .timing import Stopwatch, Timing, Work, interleaved, peak_bytes
 
 _BASE, _FULL = "one device", "one device without a mask"
 _PACKAGES = ("ring-flash-attn", "torch", "triton")
@@ -129,11 +129,20 @@ class Session:
     # Results.
 
     def _time(self, watch: Stopwatch) -> None:
-        works: dict[Key, Callable[[], object]] = {}
+        """One device does its work as often in a row as it takes to equal a rank.
+
+        A short run would have a higher clock than a long one, and be no measure for it.
+        """
+        scenario = self._scenario
+        times = {_BASE: scenario.world_size}
+        times[_FULL] = max(1, scenario.world_size * scenario.base_pairs // scenario.full_pairs)
+        works: dict[Key, Work] = {}
         for key, contender in self._contenders.items():
-            works[key] = contender.forward
-            works[key._replace(both=True)] = contender.both
-        self._timings = interleaved(works, watch, self._repeats, self._report)
+            often = times.get(key.who, 1)
+            works[key] = _in_a_row(contender.forward, often)
+            works[key._replace(both=True)] = _in_a_row(contender.both, often)
+        found = interleaved(works, watch, self._repeats, self._report)
+        self._timings = {key: each / times.get(key.who, 1) for key, each in found.items()}
 
     def _times(self, key: Key, host: bool = False) -> Times:
         forward, both = self._timings[key], self._timings[key._replace(both=True)]
@@ -194,6 +203,14 @@ class Session:
         assert isinstance(slowest, OneRank)
         watch.lead(self._times(Key(design.name, who, self._link is not None), host=True).both)
         return slowest.recorded()
+
+
+def _in_a_row(work: Work, times: int) -> Work:
+    def run() -> None:
+        for _ in range(times):
+            work()
+
+    return work if times == 1 else run
 
 
 def _who(rank: int) -> str:

@@ -32,6 +32,9 @@ class Timing:
     device: float
     host: float
 
+    def __truediv__(self, number: int) -> Timing:
+        return Timing(self.device / number, self.host / number)
+
 
 class Stopwatch:
     """Times one piece of work; on a GPU behind other work that lasts while it is queued."""
