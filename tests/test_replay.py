@@ -21,9 +21,12 @@ from ring_flash_attn.bench import LINKS, Link, Replay, replay, session
 from ring_flash_attn.bench.contenders import Kept, OneRank
 from ring_flash_attn.bench.holdings import walk_through
 from ring_flash_attn.bench.report import Design, Measured, Peak, RankResult, Times
+from ring_flash_attn.bench.results import BOTH as BOTH_PASSES
+from ring_flash_attn.bench.results import FORWARD as FORWARD_PASS
+from ring_flash_attn.bench.results import load
 from ring_flash_attn.bench.scenario import Scenario
 from ring_flash_attn.bench.timeline import BACKWARD, COMPUTE, FORWARD, TRANSFERS
-from ring_flash_attn.bench.timing import Timing
+from ring_flash_attn.bench.timing import Samples
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.drawing.timeline import draw_timeline
 from ring_flash_attn.cli.replaying import explain, notes
@@ -265,12 +268,12 @@ def test_one_device_works_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> 
         runs[-1] += 1
         return plain(self)
 
-    def timed(works: Any, *_: object) -> dict[Any, Timing]:
+    def timed(works: Any, *_: object) -> dict[Any, Samples]:
         found = {}
         for key, work in works.items():
             runs.append(0)
             work()
-            found[key] = Timing(8.0 * runs[-1], 4.0)
+            found[key] = Samples((8.0 * runs[-1],), (4.0,))
         return found
 
     monkeypatch.setattr(session, "interleaved", timed)
@@ -401,7 +404,18 @@ def test_the_command_says_what_it_is(tmp_path: Path) -> None:
         "say little about GPUs",
     ):
         assert words in result.output
-    assert Replay.from_dict(json.loads(files[0].read_text())).link == LINKS["pcie5"]
+    written = load(files[0])
+    (found,) = (Replay.from_dict(each) for each in written.details["replays"].values())
+    assert found.link == LINKS["pcie5"]
+    assert [(row.passes, row.placement["rank"]) for row in written.rows] == [
+        (FORWARD_PASS, 0),
+        (FORWARD_PASS, 1),
+        (BOTH_PASSES, 0),
+        (BOTH_PASSES, 1),
+    ]
+    for row, rank in zip(written.rows, (*found.ours.ranks, *found.ours.ranks), strict=True):
+        assert row.ms == getattr(rank.measured.times, row.passes)
+        assert row.values["efficiency_percent"] == getattr(found.ours.efficiency(rank), row.passes)
     ElementTree.parse(files[1])
 
 

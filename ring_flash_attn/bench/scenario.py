@@ -15,6 +15,7 @@ from ..checks import check_tensors
 from ..entry import make_problem
 from ..job import Options
 from ..plan import Plan, Problem, Side, make_plan
+from .machine import find_device
 
 _SEED = 0
 
@@ -158,7 +159,7 @@ def make_scenario(
         bool(causal),
         heads_k_stride,
         sources_per_launch,
-        _check_device(device),
+        find_device(device, "a replay"),
     )
     heads = (nheads, nheads_k, nheads_k)
     q, k, v = (torch.empty((batch, 1, h, headdim), dtype=dtype, device="meta") for h in heads)
@@ -184,22 +185,3 @@ def _lengths(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
         shown = ",".join(map(str, cu_seqlens))
         raise ValueError(f"cu_seqlens {shown} must start at 0 and go up")
     return lengths
-
-
-def _check_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"unknown device {device!r}; choose cpu or cuda") from None
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {str(device)!r}: replays run on cpu or cuda")
-    if found.type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device {str(device)!r}: there is no GPU that torch can use")
-    index = torch.cuda.current_device() if found.index is None else found.index
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device {str(device)!r}: there are {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", index)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +13,14 @@ from .contenders import Contender, OneRank, Stage
 from .existing import Block
 from .holdings import Walked, walk_through
 from .link import Link
+from .machine import device_name, versions
 from .report import Design, Measured, Peak, RankResult, Replay, Times
 from .rival import BlockAlone, Recycler, RivalRank, design_name, rival_pairs
 from .scenario import Scenario
 from .timeline import Bar
-from .timing import Stopwatch, Timing, Work, interleaved, peak_bytes
+from .timing import Samples, Stopwatch, Work, interleaved, peak_bytes
 
 _BASE, _FULL = "one device", "one device without a mask"
-_PACKAGES = ("ring-flash-attn", "torch", "triton")
 
 
 class Key(NamedTuple):
@@ -55,7 +53,7 @@ class Session:
         self._report, self._stage = report, Stage(scenario)
         self._contenders: dict[Key, Contender] = {}
         self._peaks: dict[tuple[str, str], Peak | None] = {}
-        self._timings: Mapping[Key, Timing] = {}
+        self._timings: Mapping[Key, Samples] = {}
 
     def run(self, block: Block | None, with_timeline: bool) -> Replay:
         """Time everything; `block` is for the existing design."""
@@ -145,7 +143,7 @@ class Session:
         self._timings = {key: each / times.get(key.who, 1) for key, each in found.items()}
 
     def _times(self, key: Key, host: bool = False) -> Times:
-        forward, both = self._timings[key], self._timings[key._replace(both=True)]
+        forward, both = (self._timings[key._replace(both=both)].median for both in (False, True))
         if host:
             return Times(forward.host, both.host)
         return Times(forward.device, both.device)
@@ -227,21 +225,3 @@ def _plain(scenario: Scenario) -> dict[str, Any]:
     values |= {name: list(values[name]) for name in ("ranks", "lengths")}
     values["dtype"] = str(scenario.dtype).removeprefix("torch.")
     return {**values, "device": str(scenario.device)}
-
-
-def device_name(device: torch.device) -> str:
-    """In words."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu ({platform.processor() or platform.machine()})"
-
-
-def versions() -> dict[str, str]:
-    """Of what the times depend on."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

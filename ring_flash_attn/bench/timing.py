@@ -1,4 +1,4 @@
-"""Times and memory of contenders: GPU events, medians of interleaved rounds, a cold cache."""
+"""Times and memory of contenders: GPU events, interleaved rounds, a cold cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_RUNS = 8  # of a short work in a round
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Medians of one contender, in ms.
+    """One run, in ms.
 
     Attributes:
         device: from the first launch to the end of the last.
@@ -32,8 +32,23 @@ class Timing:
     device: float
     host: float
 
-    def __truediv__(self, number: int) -> Timing:
-        return Timing(self.device / number, self.host / number)
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The runs of one contender, in ms, in the order in which they were made."""
+
+    device: tuple[float, ...]
+    host: tuple[float, ...]
+
+    def __truediv__(self, number: int) -> Samples:
+        return Samples(
+            tuple(each / number for each in self.device), tuple(each / number for each in self.host)
+        )
+
+    @property
+    def median(self) -> Timing:
+        """Half of the runs took longer."""
+        return Timing(statistics.median(self.device), statistics.median(self.host))
 
 
 class Stopwatch:
@@ -69,8 +84,8 @@ class Stopwatch:
 
 def interleaved(
     works: Mapping[Name, Work], watch: Stopwatch, rounds: int, report: Callable[[str], None]
-) -> dict[Name, Timing]:
-    """Medians of works that take turns, each round beginning with another one.
+) -> dict[Name, Samples]:
+    """All runs of works that take turns, each round beginning with another one.
 
     A short work has several runs in each round, as many as a long one's time allows: one disturbed
     run is a large part of it.
@@ -91,11 +106,8 @@ def interleaved(
             for _ in range(_runs(tried[name].device, longest)):
                 found[name].append(watch.time(works[name], tried[name].host))
     return {
-        name: Timing(
-            statistics.median(each.device for each in timings),
-            statistics.median(each.host for each in timings),
-        )
-        for name, timings in found.items()
+        name: Samples(tuple(each.device for each in runs), tuple(each.host for each in runs))
+        for name, runs in found.items()
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import torch
@@ -14,39 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..bench.machine import versions
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
 from ..tiles import Mask
 from .verifying.answers import torch_dtype
 
-_PACKAGES = (
-    "ring-flash-attn",
-    "torch",
-    "triton",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "nvidia-cutlass-dsl",
-    "transformers",
-    "typer",
-    "rich",
-)
 _VARIABLES = "RFA_"
-
-
-def versions() -> dict[str, str]:
-    """Versions of everything that a result may depend on; what is not there is left out."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
 
 
 def devices() -> list[str]:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from .. import routes as _routes  # registers them
-from ..bench import LINKS, find_link
+from ..bench import LINKS, Replay, find_link
 from ..bench import replay as run_replay
 from ..bench.link import NONE
+from ..bench.machine import commit, find_device, machine, versions
+from ..bench.replay_results import replay_rows
+from ..bench.results import Results, check_output
 from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
 from .drawing.timeline import draw_timeline
 from .replaying import explain, held_table, notes, tables
+from .screen import screen, status
 from .verifying.answers import torch_dtype
 
 del _routes
-
-_WIDTH = 150  # of the tables where there is no terminal
 
 
 def replay(
@@ -84,12 +85,11 @@ def replay(
     ] = None,
 ) -> None:
     """Run ranks of a group one at a time on this device, without the others, and time them."""
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+    console = screen()
     try:
         for path in (json_file, svg):
-            _check_output(path)
-        with console.status("replaying") as status:
+            check_output(path)
+        with status(console, "replaying") as report:
             found = run_replay(
                 world_size=world_size,
                 ranks=rank,
@@ -111,7 +111,7 @@ def replay(
                 device=device,
                 existing=existing_kernel or existing,
                 timeline=svg is not None,
-                report=status.update,
+                report=report,
             )
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
@@ -121,25 +121,26 @@ def replay(
         console.print(each)
     for line in notes(found):
         console.print(line, markup=False)
-    for path, text in (
-        (json_file, lambda: json.dumps(found.to_dict(), indent=1) + "\n"),
-        (svg, lambda: draw_timeline(found)),
-    ):
+    if json_file is not None:
+        results(found).save(json_file)
+    if svg is not None:
+        svg.write_text(draw_timeline(found), encoding="utf-8")
+    for path in (json_file, svg):
         if path is not None:
-            path.write_text(text(), encoding="utf-8")
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _check_output(path: Path | None) -> None:
-    """ValueError now rather than after minutes if the file cannot be written."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error}") from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"cannot write {path}")
+def results(found: Replay) -> Results:
+    """For a file."""
+    return Results(
+        shlex.join(["rfa", *sys.argv[1:]]),
+        machine(find_device(found.scenario["device"])),
+        versions(),
+        commit(),
+        {"repeats": found.repeats},
+        tuple(replay_rows(found)),
+        {"replays": {found.ours.name: found.to_dict()}},
+    )
 
 
 def _offsets(text: str) -> list[int]:

@@ -16,6 +16,7 @@ from ..comm import launch
 from ..kernels.base import AUTO, NATIVE, check_kernel, kernel_names
 from ..layout import get_layout, layout_names
 from ..plan import check_route, route_names
+from .screen import screen
 from .verifying.answers import torch_dtype
 from .verifying.cases import DTYPES, Case, Choice, make_cases
 from .verifying.checker import Result, check_all
@@ -24,7 +25,6 @@ from .verifying.questions import FEATURES, Size
 from .verifying.report import exit_code, print_report, write_json
 
 _SIZE = Size()
-_WIDTH = 150  # of the report where there is no terminal
 
 Names = Annotated[
     list[str] | None,
@@ -98,7 +98,7 @@ def verify(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     speaks = ranks is None or ranks[0] == 0
-    console = _console(quiet=not speaks)
+    console = screen(quiet=not speaks)
     start = time.perf_counter()
     results = _run(cases, choice, backend, timeout, console)
     seconds = time.perf_counter() - start
@@ -129,11 +129,6 @@ def _check(choice: Choice) -> None:
         raise ValueError("--device cuda: there is no GPU that torch can use")
     if choice.size.nheads % choice.size.nheads_k:
         raise ValueError(f"--nheads must be a multiple of --nheads-k, {choice.size.nheads_k}")
-
-
-def _console(quiet: bool) -> Console:
-    console = Console(highlight=False, quiet=quiet)
-    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=_WIDTH)
 
 
 def _run(

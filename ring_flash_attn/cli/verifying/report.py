@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ...bench.machine import versions
 from ...layout import layout_names
 from ...plan import route_names
-from ..info import devices, variables, versions
+from ..info import devices, variables
 from .cases import Choice, function_names
 from .checker import Result, Status
 from .measure import Error

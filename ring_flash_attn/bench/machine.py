@@ -1,0 +1,183 @@
+"""What a measurement depends on: the device, its clocks and peaks, versions, and the commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from .timing import Stopwatch
+from .workload import dtype_name
+
+_PACKAGES = (
+    "ring-flash-attn",
+    "torch",
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "xformers",
+    "transformers",
+    "typer",
+    "rich",
+    "plotly",
+)
+_COMMIT = "RFA_COMMIT"
+_QUERIES = {  # of nvidia-smi
+    "driver": "driver_version",
+    "sm_clock_mhz": "clocks.sm",
+    "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+}
+_RUNS = 7
+_SIZES = {"cuda": 8192, "cpu": 1024}  # of the square matrices whose product is timed
+_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}  # of the tensor that is copied
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What the device does at best, measured.
+
+    Attributes:
+        tflops: of a product of large square matrices, in TFLOP/s.
+        gbps: of a copy within the device, bytes read and bytes written, in 10⁹ bytes a second.
+    """
+
+    tflops: float
+    gbps: float
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that a result may depend on; what is not there is left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def find_device(device: str | torch.device | None, what: str = "this") -> torch.device:
+    """The device that a user names, by default the GPU; ValueError if it is not there."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}; choose cpu or cuda") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r}: {what} runs on cpu or cuda")
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r}: there is no GPU that torch can use")
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device {str(device)!r}: there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
+
+
+def device_name(device: torch.device) -> str:
+    """In words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.processor() or platform.machine()})"
+
+
+def machine(device: torch.device) -> dict[str, object]:
+    """The device and its clocks now, as plain values."""
+    found: dict[str, object] = {
+        "device": device_name(device),
+        "kind": device.type,
+        "cpu_cores": os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        found["compute_capability"] = f"{gpu.major}.{gpu.minor}"
+        found["processors"] = gpu.multi_processor_count
+        found["memory_bytes"] = gpu.total_memory
+        found |= _from_nvidia_smi(str(gpu.uuid))
+    return found
+
+
+def _from_nvidia_smi(uuid: str) -> dict[str, object]:
+    """What only the driver's tool tells; nothing where it is not installed or does not answer."""
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_QUERIES.values())}"]
+    try:
+        answer = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = [part.strip() for part in answer.strip().split(",")]
+    return {
+        name: value if name == "driver" else float(value)
+        for name, value in zip(_QUERIES, values)
+        if name == "driver" or value.replace(".", "", 1).isdigit()
+    }
+
+
+def commit() -> str | None:
+    """Of the source tree that this package is run from; RFA_COMMIT where that is set."""
+    if os.environ.get(_COMMIT):
+        return os.environ[_COMMIT]
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=7"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found or None
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+    """Time a product of matrices and a copy: what a kernel can be compared with."""
+    watch = Stopwatch(device)
+    size, length = _SIZES[device.type], _BYTES[device.type]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    source = torch.empty(length, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    product = _median(watch, lambda: torch.mm(a, b))
+    copy = _median(watch, lambda: target.copy_(source))
+    return Peak(2 * size**3 / product / 1e9, 2 * length / copy / 1e6)
+
+
+def _median(watch: Stopwatch, work: object) -> float:
+    assert callable(work)
+    for _ in range(3):
+        work()
+    return statistics.median(watch.time(work).device for _ in range(_RUNS))
+
+
+def peak_dict(peak: Peak, dtype: torch.dtype) -> Mapping[str, object]:
+    """For files."""
+    return {"dtype": dtype_name(dtype), "tflops": peak.tflops, "gbps": peak.gbps}

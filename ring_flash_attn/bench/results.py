@@ -1,0 +1,191 @@
+"""Results: the one format of all measurements in files; docs/benchmarks.md describes it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+FORMAT = "ring_flash_attn results"
+VERSION = 1
+FORWARD, BACKWARD, BOTH = PASSES = ("forward", "backward", "both")
+BENCH, COMPARE, RING, REPLAY, VERIFY = KINDS = ("bench", "compare", "ring", "replay", "verify")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was measured.
+
+    Attributes:
+        kind: what for, one of KINDS.
+        implementation: who computed it, such as "triton" or "SDPA cuDNN".
+        passes: one of PASSES.
+        workload: what was computed: batch, seqlen, nheads, nheads_k, headdim, causal, window,
+            dtype; for several ranks seqlen is a rank's.
+        placement: how it was spread: world_size, layout, route, function, link, rank; empty on one
+            device.
+        samples_ms: all runs; empty if it was not timed.
+        tflops: of the median run.
+        peak_bytes: most memory above inputs, outputs and gradients.
+        values: more numbers by name, such as efficiency_percent.
+        errors: for each tensor max, mean, rmse, relative, limit and passed.
+        failed: why there is nothing else, or None.
+    """
+
+    kind: str
+    implementation: str
+    passes: str
+    workload: Mapping[str, Any]
+    placement: Mapping[str, Any] = field(default_factory=dict)
+    samples_ms: tuple[float, ...] = ()
+    tflops: float | None = None
+    peak_bytes: int | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+    errors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    failed: str | None = None
+
+    @property
+    def ms(self) -> float | None:
+        """Median of the runs."""
+        return statistics.median(self.samples_ms) if self.samples_ms else None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The same for the same thing measured again."""
+        parts = (_sorted(self.workload), _sorted(self.placement))
+        return (self.kind, self.implementation, self.passes, *parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what is empty is left out."""
+        values = {
+            "kind": self.kind,
+            "implementation": self.implementation,
+            "passes": self.passes,
+            "workload": dict(self.workload),
+            "placement": dict(self.placement),
+            "samples_ms": list(self.samples_ms),
+            "tflops": self.tflops,
+            "peak_bytes": self.peak_bytes,
+            "values": dict(self.values),
+            "errors": {name: dict(each) for name, each in self.errors.items()},
+            "failed": self.failed,
+        }
+        return {name: each for name, each in values.items() if each not in (None, {}, [])}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Row:
+        """What `to_dict` wrote."""
+        given = dict(values)
+        given["samples_ms"] = tuple(given.get("samples_ms", ()))
+        return cls(**given)
+
+
+def _sorted(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that one command measured.
+
+    Attributes:
+        command: that was run.
+        machine: the device and its clocks; under "peak" what it does at best.
+        versions, commit: of what was measured.
+        settings: how, such as repeats.
+        rows: what was found.
+        details: more of the command's own, such as whole replays.
+        created: when, UTC.
+    """
+
+    command: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    commit: str | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    created: str = field(
+        default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "command": self.command,
+            "created": self.created,
+            "machine": dict(self.machine),
+            "versions": dict(self.versions),
+            "commit": self.commit,
+            "settings": dict(self.settings),
+            "rows": [row.to_dict() for row in self.rows],
+            "details": dict(self.details),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Results:
+        """What `to_dict` wrote; ValueError for anything else."""
+        if values.get("format") != FORMAT:
+            raise ValueError(f"not in the format {FORMAT!r}")
+        if values.get("version") != VERSION:
+            raise ValueError(
+                f"version {values.get('version')!r} of the format; this release reads {VERSION}"
+            )
+        given = {name: each for name, each in values.items() if name not in ("format", "version")}
+        try:
+            rows = tuple(Row.from_dict(row) for row in given.pop("rows"))
+            return cls(rows=rows, **given)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"damaged: {error}") from None
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, which has no NaN and no infinity: those become words."""
+        text = json.dumps(_plain(self.to_dict()), indent=1, allow_nan=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def load(path: Path) -> Results:
+    """Read a file of any version; ValueError that names the file if it cannot be read."""
+    from .old_results import read_old
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # not text, or not JSON
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no results")
+    try:
+        return Results.from_dict(values) if "format" in values else read_old(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def check_output(path: Path | None) -> None:
+    """ValueError now rather than after minutes if the file cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"cannot write {path}")
