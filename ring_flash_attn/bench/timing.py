@@ -14,6 +14,17 @@ import torch
 Name = TypeVar("Name", bound=Hashable)
 Work = Callable[[], object]
 
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Work that needs something to be done before it, which is not timed: `prepare` returns it."""
+
+    prepare: Callable[[], Work]
+
+    def __call__(self) -> object:
+        return self.prepare()()
+
+
 WARM_UP = 3  # runs; compiles kernels
 _FLUSH, _FLUSH_MS = 1 << 28, 0.05  # 1/4 GiB of zeros: a cold L2, and at least so long to queue in
 _MOST_LEAD = 400  # times: 20 to 40 ms
@@ -66,6 +77,8 @@ class Stopwatch:
 
     def time(self, work: Work, host: float = 1.0) -> Timing:
         """Run it once; it is queued in about `host` ms."""
+        if isinstance(work, Prepared):
+            work = work.prepare()
         if not self._cuda:
             start = time.perf_counter()
             work()

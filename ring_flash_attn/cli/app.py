@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from .bench import bench
+from .compare import compare
+from .diff import diff
 from .draw import draw
 from .info import info
 from .replay import replay
@@ -22,3 +25,6 @@ app.command()(info)
 app.command()(draw)
 app.command()(tune)
 app.command()(replay)
+app.command()(bench)
+app.command()(compare)
+app.command()(diff)

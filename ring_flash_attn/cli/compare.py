@@ -1,0 +1,181 @@
+"""`rfa compare`: our kernels beside every other implementation that is here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..bench.machine import device_name, find_device, measure_peak
+from ..bench.measure import measure
+from ..bench.peers import find_implementation, implementation_names
+from ..bench.results import COMPARE, FORWARD, Row, check_output
+from ..bench.workload import Workload
+from .measuring import (
+    ON_CPU,
+    Device,
+    JsonFile,
+    NoGrad,
+    Repeats,
+    make_results,
+    mib,
+    repeats_on,
+    running,
+    write,
+)
+from .screen import screen
+from .workloads import (
+    Batch,
+    Causal,
+    Dtype,
+    Headdim,
+    Nheads,
+    NheadsK,
+    Preset,
+    Seqlen,
+    Window,
+    make_workloads,
+    without_gradients,
+)
+
+_BASE = "torch standard"
+
+
+def compare(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"Only these of {', '.join(implementation_names())}; auto, native."),
+    ] = None,
+    batch: Batch = None,
+    seqlen: Seqlen = None,
+    nheads: Nheads = None,
+    nheads_k: NheadsK = None,
+    headdim: Headdim = None,
+    causal: Causal = None,
+    window: Window = None,
+    dtype: Dtype = None,
+    preset: Preset = None,
+    versus: Annotated[str, typer.Option(help="Whose time speed-ups are against.")] = _BASE,
+    errors: Annotated[
+        bool, typer.Option("--errors/--no-errors", help="Compare results with fp64.")
+    ] = True,
+    repeats: Repeats = None,
+    no_grad: NoGrad = False,
+    device: Device = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare implementations on one device, in interleaved rounds of one run.
+
+    What is not installed, or cannot do it, is listed with the reason; one that fails gets a row
+    that says so, and the rest go on.
+
+    \b
+    rfa compare --preset llama3-8b
+    rfa compare triton fa2 "SDPA cuDNN" --seqlen 1024,4096 --causal --versus "SDPA cuDNN"
+    rfa compare --batch 4 --seqlen 2048 --no-grad --json compare.json
+    """
+    numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
+    numbers |= {"nheads": nheads, "nheads_k": nheads_k}
+    try:
+        check_output(json_file)
+        where = find_device(device, "a comparison")
+        workloads = make_workloads(preset, numbers, causal, window, dtype)
+        chosen = list(dict.fromkeys(names or implementation_names()))
+        for name in (*chosen, versus):
+            find_implementation(name, workloads[0], where)
+    except (ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console, rounds = screen(), repeats_on(where, repeats)
+    grad = not without_gradients(preset, no_grad)
+    rows: list[Row] = []
+    console.print(f"On {device_name(where)}, {rounds} rounds.", markup=False)
+    with running(console, "compare", len(workloads)) as (say, advance):
+        say("what the device does at best")
+        peak = measure_peak(where, workloads[0].dtype)
+        for each in workloads:
+            found = measure(
+                chosen,
+                each,
+                where,
+                kind=COMPARE,
+                repeats=rounds,
+                grad=grad,
+                errors=errors,
+                report=say,
+            )
+            show(console, each, found, versus)
+            rows += found
+            advance()
+    if where.type == "cpu":
+        console.print(ON_CPU)
+    settings = {"repeats": rounds}
+    write(console, make_results(rows, where, settings, (peak, workloads[0].dtype)), json_file)
+    raise typer.Exit(int(all(row.failed is not None for row in rows)))
+
+
+def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str) -> None:
+    """A table of those that ran, who was best, and why the others did not run."""
+    console.print(f"\n{workload}", markup=False)
+    ran = [row for row in rows if row.failed is None]
+    if ran:
+        console.print(_table(ran, versus))
+        for line in best(ran):
+            console.print(line, markup=False)
+    for row in rows:
+        if row.failed is not None:
+            console.print(f"[yellow]{escape(row.implementation)}[/]: {escape(row.failed)}")
+
+
+def _table(rows: Sequence[Row], versus: str) -> Table:
+    """A row for each implementation; columns for each pass."""
+    passes = list(dict.fromkeys(row.passes for row in rows))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("implementation", no_wrap=True)
+    for each in passes:
+        for column in (f"{each} ms", "TFLOP/s", "speed-up"):
+            table.add_column(column, justify="right", no_wrap=True)
+    for column in ("MiB", "error of out", "of gradients"):
+        table.add_column(column, justify="right", no_wrap=True)
+    base = {row.passes: row.ms for row in rows if row.implementation == versus}
+    for name in dict.fromkeys(row.implementation for row in rows):
+        mine = {row.passes: row for row in rows if row.implementation == name}
+        cells = [cell for each in passes for cell in _cells(mine[each], base.get(each))]
+        last = mine[passes[-1]]
+        table.add_row(name, *cells, mib(last.peak_bytes), *_errors(last))
+    return table
+
+
+def _cells(row: Row, base: float | None) -> list[str]:
+    """Time, rate, and speed-up against the base if that ran."""
+    assert row.ms is not None
+    assert row.tflops is not None
+    speed = "n/a" if base is None else f"{base / row.ms:.2f}x"
+    return [f"{row.ms:.3f}", f"{row.tflops:.4g}", speed]
+
+
+def _errors(row: Row) -> list[str]:
+    """Largest errors relative to the largest entry: of out, and of the gradients."""
+    relative = {name: each["relative"] for name, each in row.errors.items()}
+    gradients = [value for name, value in relative.items() if name != "out"]
+    return [
+        f"{relative['out']:.1e}" if "out" in relative else "n/a",
+        f"{max(gradients):.1e}" if gradients else "n/a",
+    ]
+
+
+def best(rows: Sequence[Row]) -> Iterator[str]:
+    """Who was the fastest in each pass, and who needed the least memory."""
+    for each in dict.fromkeys(row.passes for row in rows):
+        timed = [row for row in rows if row.passes == each and row.ms is not None]
+        fastest = min(timed, key=lambda row: row.ms or 0.0)
+        yield f"fastest, {each}: {fastest.implementation} ({fastest.ms:.3f} ms)"
+    sizes = [row for row in rows if row.peak_bytes is not None and row.passes != FORWARD]
+    sizes = sizes or [row for row in rows if row.peak_bytes is not None]
+    if sizes:
+        leanest = min(sizes, key=lambda row: row.peak_bytes or 0)
+        yield f"leanest: {leanest.implementation} ({mib(leanest.peak_bytes)} MiB)"

@@ -1,0 +1,85 @@
+"""What commands that measure share: options, a progress bar, and their results as a file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..bench.machine import Peak, commit, machine, peak_dict, versions
+from ..bench.results import Results, Row
+
+ON_CPU = "On the CPU these are times of the host, and say little about GPUs."
+_REPEATS = {"cuda": 30, "cpu": 5}
+
+Report = Callable[[str], None]
+Advance = Callable[[], None]
+Repeats = Annotated[
+    int | None, typer.Option(min=1, help="Rounds; by default 30 on a GPU, 5 on the CPU.")
+]
+NoGrad = Annotated[bool, typer.Option("--no-grad", help="Forward only.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")]
+
+
+def repeats_on(device: torch.device, repeats: int | None) -> int:
+    """What the user said, or the default."""
+    return _REPEATS[device.type] if repeats is None else repeats
+
+
+@contextmanager
+def running(console: Console, what: str, total: int) -> Iterator[tuple[Report, Advance]]:
+    """A progress bar on a terminal; yields what tells it news, and what ends a part."""
+    bar = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    quiet = not console.is_terminal
+    news = TextColumn("{task.description}", markup=False)
+    with Progress(*bar, news, console=console, transient=True, disable=quiet) as progress:
+        task = progress.add_task("", total=total)
+        yield (
+            lambda line: progress.update(task, description=line),
+            lambda: progress.advance(task),
+        )
+
+
+def mib(size: int | None) -> str:
+    """In a table."""
+    return "n/a" if size is None else f"{size / 2**20:.1f}"
+
+
+def make_results(
+    rows: Sequence[Row],
+    device: torch.device,
+    settings: dict[str, Any],
+    peak: tuple[Peak, torch.dtype] | None = None,
+    **details: Any,
+) -> Results:
+    """For a file: what was run, where, with which versions."""
+    where = machine(device)
+    if peak is not None:
+        where["peak"] = peak_dict(*peak)
+    return Results(
+        shlex.join(["rfa", *sys.argv[1:]]),
+        where,
+        versions(),
+        commit(),
+        settings,
+        tuple(rows),
+        details,
+    )
+
+
+def write(console: Console, results: Results, path: Path | None) -> None:
+    """To the file that the user named, if any."""
+    if path is not None:
+        results.save(path)
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)

@@ -1,0 +1,109 @@
+"""Options that describe a workload, or several: presets, single values, and lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Annotated, Any
+
+import typer
+
+from ..bench.workload import FORWARD_ONLY, PRESETS, Workload, find_dtype
+
+_INTEGERS = ("batch", "seqlen", "nheads", "nheads_k", "headdim")
+_MOST = 1000  # workloads of one command
+
+Batch = Annotated[str | None, typer.Option(help="Sequences; one number, or several: 1,2,4.")]
+Seqlen = Annotated[str | None, typer.Option(help="Tokens of each; or several: 512,1024,2048.")]
+Nheads = Annotated[str | None, typer.Option(help="Query heads; or several.")]
+NheadsK = Annotated[str | None, typer.Option(help="KV heads; by default as many; or several.")]
+Headdim = Annotated[str | None, typer.Option(help="Head dimension; or several.")]
+Causal = Annotated[
+    bool | None, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
+]
+Window = Annotated[
+    str | None, typer.Option(help="Keys that a query sees to the left and right: 1024,0; -1: all.")
+]
+Dtype = Annotated[str | None, typer.Option(help="Of q, k and v: bf16, fp16, fp32, fp64.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(help=f"Start from one of {', '.join(PRESETS)}; other options change it."),
+]
+
+
+def make_workloads(
+    preset: str | None,
+    numbers: Mapping[str, str | None],
+    causal: bool | None,
+    window: str | None,
+    dtype: str | None,
+) -> list[Workload]:
+    """Every combination of what the user gave, else of the preset, else the default.
+
+    Args:
+        preset: name of one to start from.
+        numbers: by name, as the user wrote them; None: not given.
+        causal, window, dtype: the same.
+
+    Raises:
+        ValueError: a wrong value, by the name of its option.
+    """
+    start = _start(preset)
+    if causal is not None:
+        start = replace(start, causal=causal)
+    if window is not None:
+        start = replace(start, window=_window(window))
+    if dtype is not None:
+        start = replace(start, dtype=find_dtype(dtype))
+    given = {name: _numbers(name, text) for name in _INTEGERS if (text := numbers.get(name))}
+    chosen = [dict(zip(given, values, strict=True)) for values in product(*given.values())]
+    if len(chosen) > _MOST:
+        raise ValueError(f"{len(chosen)} combinations; at most {_MOST} at a time")
+    return [_changed(start, each) for each in chosen]
+
+
+def differences(workloads: Sequence[Workload]) -> list[str]:
+    """Names of what is not the same in all of them."""
+    values = [each.to_dict() for each in workloads]
+    return [name for name in values[0] if any(each[name] != values[0][name] for each in values)]
+
+
+def without_gradients(preset: str | None, no_grad: bool) -> bool:
+    """Whether only forward passes are wanted."""
+    return no_grad or preset in FORWARD_ONLY
+
+
+def _start(preset: str | None) -> Workload:
+    if preset is None:
+        return Workload()
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    return PRESETS[preset]
+
+
+def _changed(start: Workload, changes: dict[str, Any]) -> Workload:
+    """With as many KV heads as query heads, if the user changes those only."""
+    if "nheads" in changes and "nheads_k" not in changes:
+        changes = {**changes, "nheads_k": changes["nheads"]}
+    return replace(start, **changes)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    option = f"--{name.replace('_', '-')}"
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        message = f"{option} must be a number or several, as 512,1024; not {text!r}"
+        raise ValueError(message) from None
+    if min(found) < 1:
+        raise ValueError(f"{option} must be positive, not {text!r}")
+    return list(dict.fromkeys(found))
+
+
+def _window(text: str) -> tuple[int, int]:
+    try:
+        left, right = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--window must be two numbers, as 1024,0; not {text!r}") from None
+    return left, right

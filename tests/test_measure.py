@@ -1,0 +1,397 @@
+"""Measuring on one device: what is compared computes the same, and failures stay with one row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from ring_flash_attn.bench import peers
+from ring_flash_attn.bench.exact import exact
+from ring_flash_attn.bench.machine import Peak, find_device, machine, measure_peak
+from ring_flash_attn.bench.measure import measure
+from ring_flash_attn.bench.peers import Implementation, find_implementation, implementation_names
+from ring_flash_attn.bench.results import Row, load
+from ring_flash_attn.bench.workload import PRESETS, Workload
+from ring_flash_attn.cli.app import app
+from ring_flash_attn.cli.oracle import Rules, oracle
+
+CPU = torch.device("cpu")
+SMALL = Workload(2, 37, 4, 2, 8, True, (-1, -1), torch.float32)
+WINDOWS = ((-1, -1), (5, -1), (5, 3), (0, 0))
+HERE = ("reference", "torch standard", "SDPA flash", "SDPA math")
+
+
+def workload(causal: bool = True, window: tuple[int, int] = (-1, -1)) -> Workload:
+    return Workload(2, 37, 4, 2, 8, causal, window, torch.float64)
+
+
+def right(of: Workload) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Tensor]:
+    """Of the oracle that `rfa verify` uses: results, and what they are results of."""
+    (q, k, v), dout = of.tensors(CPU)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = oracle(q, k, v, Rules(causal=of.causal, window_size=of.window))
+    grads = torch.autograd.grad(out, leaves, dout)
+    found = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
+    return found, tuple(leaves), dout
+
+
+# Workloads.
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_pairs_and_flops(causal: bool, window: tuple[int, int]) -> None:
+    of = workload(causal, window)
+    seen = sum(of.mask.allows(j - i) for i in range(37) for j in range(37))
+    assert of.pairs == seen
+    assert of.flops == 4 * 2 * 4 * 8 * seen
+
+
+def test_presets_are_those_of_the_documents() -> None:
+    batches = {name: (w.batch, w.seqlen, w.nheads, w.headdim) for name, w in PRESETS.items()}
+    assert batches["gpt2-small"] == (8, 1024, 12, 64)
+    assert batches["gpt3"] == (2, 2048, 96, 128)
+    assert batches["bert-base"] == (16, 512, 12, 64)
+    assert batches["bert-large"] == (8, 512, 16, 64)
+    assert batches["8k"] == (1, 8192, 8, 64)
+    assert batches["16k"] == (1, 16384, 8, 64)
+    assert batches["batch-inference"] == (32, 512, 8, 64)
+    assert PRESETS["llama3-8b"].nheads_k == 8
+    assert {name for name, w in PRESETS.items() if w.causal} == {"gpt2-small", "gpt3", "llama3-8b"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch": 0}, "batch.*positive.*0"),
+        ({"nheads": 3}, "query heads.*3"),
+        ({"window": (-2, 0)}, "window"),
+        ({"dtype": torch.int32}, "int32"),
+    ],
+)
+def test_wrong_workloads_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Workload(**{"nheads_k": 2, **changes})
+
+
+# What is right.
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_fp64_by_rows_is_the_oracle(
+    causal: bool, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a few rows at a time; the first KV head of the first sequence, and its query heads."""
+    monkeypatch.setattr("ring_flash_attn.bench.exact._SCORES", 10 * 37)
+    of = workload(causal, window)
+    want, leaves, dout = right(of)
+    found = exact(of, *(x.detach() for x in leaves), dout)
+    for name, value in found.tensors.items():
+        heads = 2 if name in ("out", "dq") else 1
+        assert torch.allclose(value, want[name][0, :, :heads], rtol=0, atol=1e-12), name
+    errors = found.errors({"dk": want["dk"] + 0.5})["dk"]
+    for name in ("max", "mean", "rmse"):
+        assert errors[name] == pytest.approx(0.5)
+    largest = want["dk"][0, :, 0].abs().max().item()
+    assert errors["relative"] == pytest.approx(0.5 / largest)
+
+
+@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_implementations_compute_the_same(name: str, causal: bool, window: tuple[int, int]) -> None:
+    """All batches and heads, out and gradients."""
+    of = workload(causal, window)
+    found = find_implementation(name, of, CPU)
+    reasons = found.why_not(of, CPU)
+    if reasons:
+        assert (name, window != (-1, -1)) == ("SDPA flash", True), reasons
+        return
+    want, leaves, dout = right(of)
+    out = found.make(of, CPU)(*leaves)  # type: ignore[arg-type]
+    grads = torch.autograd.grad(out, leaves, dout)
+    for (tensor, value), got in zip(want.items(), (out, *grads), strict=True):
+        assert torch.allclose(got, value, rtol=0, atol=1e-12), tensor
+
+
+def test_auto_is_the_kernel_that_it_picks() -> None:
+    assert find_implementation("auto", SMALL, CPU).name == "reference"
+    with pytest.raises(ValueError, match=r"'nobody'.*auto.*triton.*SDPA flash"):
+        find_implementation("nobody", SMALL, CPU)
+
+
+def test_libraries_get_the_arguments_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn's functions: how a window without a limit is written, and what they return."""
+    seen: list[dict[str, Any]] = []
+
+    class Library:
+        @staticmethod
+        def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+            seen.append(options)
+            return (q, None) if len(seen) > 1 else q
+
+    monkeypatch.setattr(peers.importlib, "import_module", lambda name: Library)
+    q = torch.ones(1)
+    for name in ("flash-attn 2", "flash-attn 4"):
+        run = peers._PEERS[name].make(workload(True, (5, -1)), CPU)
+        assert run(q, q, q) is q
+    assert seen == [
+        {"causal": True, "window_size": (5, -1)},
+        {"causal": True, "window_size": (5, None)},
+    ]
+
+
+# Measuring.
+
+
+def impostor(run: Callable[..., Tensor], reasons: tuple[str, ...] = ()) -> Implementation:
+    return Implementation("impostor", lambda *_: list(reasons), lambda *_: run)
+
+
+@pytest.fixture
+def enter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Implementation], None]:
+    """Puts an implementation among the peers."""
+
+    def put(implementation: Implementation) -> None:
+        monkeypatch.setattr(peers, "_PEERS", {**peers._PEERS, implementation.name: implementation})
+
+    return put
+
+
+def standard() -> Callable[..., Tensor]:
+    return find_implementation("torch standard", SMALL, CPU).make(SMALL, CPU)
+
+
+def test_rows_of_a_measurement() -> None:
+    names = ("torch standard", "reference", "torch standard")
+    rows = measure(names, SMALL, CPU, kind="compare", repeats=3, errors=True)
+    assert [(row.implementation, row.passes) for row in rows] == [
+        (name, way) for name in names[:2] for way in ("forward", "backward", "both")
+    ]
+    for row in rows:
+        assert row.kind == "compare"
+        assert row.workload == SMALL.to_dict()
+        assert len(row.samples_ms) >= 3
+        assert row.peak_bytes is None
+        factor = {"forward": 1.0, "backward": 2.5, "both": 3.5}[row.passes]
+        assert row.tflops == pytest.approx(factor * SMALL.flops / (row.ms or 0) / 1e9)
+        assert set(row.errors) == ({"out", "dq", "dk", "dv"} if row.passes == "both" else set())
+        assert all(0 < each["relative"] < 1e-5 for each in row.errors.values())
+
+
+def test_without_gradients_there_is_one_pass() -> None:
+    (row,) = measure(["reference"], SMALL, CPU, kind="bench", repeats=1, grad=False, errors=True)
+    assert row.passes == "forward"
+    assert set(row.errors) == {"out"}
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 20])
+@pytest.mark.parametrize("error", [RuntimeError("some\n words"), torch.OutOfMemoryError("9 GiB")])
+def test_one_that_fails_does_not_stop_the_rest(
+    enter: Callable[[Implementation], None], after: int, error: Exception
+) -> None:
+    """Whether at once, or later."""
+    good, runs = standard(), []
+
+    def run(*qkv: Tensor) -> Tensor:
+        runs.append(1)
+        if len(runs) > after:
+            raise error
+        return good(*qkv)
+
+    enter(impostor(run))
+    names = ["impostor", "torch standard"]
+    rows = measure(names, SMALL, CPU, kind="compare", repeats=4, errors=True)
+    assert [row.implementation for row in rows] == ["impostor", *["torch standard"] * 3]
+    assert len(runs) == after + 1, "it is not tried again"
+    memory = isinstance(error, torch.OutOfMemoryError)
+    assert rows[0].failed == ("out of memory: 9 GiB" if memory else "RuntimeError: some words")
+    assert rows[0].samples_ms == ()
+    assert all(row.ms and row.failed is None for row in rows[1:])
+
+
+def test_one_that_cannot_is_not_tried(enter: Callable[[Implementation], None]) -> None:
+    enter(impostor(lambda *_: pytest.fail("tried"), ("one reason", "another")))
+    (row,) = measure(["impostor"], SMALL, CPU, kind="compare", repeats=1)
+    assert row.failed == "one reason; another"
+
+
+def test_a_wrong_result_has_a_large_error(enter: Callable[[Implementation], None]) -> None:
+    good = standard()
+    enter(impostor(lambda *qkv: good(*qkv) * 1.5))
+    *_, row = measure(["impostor"], SMALL, CPU, kind="compare", repeats=1, errors=True)
+    assert all(each["relative"] == pytest.approx(0.5, abs=1e-4) for each in row.errors.values())
+
+
+def test_the_backward_pass_alone_is_timed(
+    enter: Callable[[Implementation], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the forward pass before it takes does not count."""
+    clock = [0.0]
+    monkeypatch.setattr("ring_flash_attn.bench.timing.time.perf_counter", lambda: clock[0])
+    good = standard()
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, out: Tensor) -> Tensor:
+            clock[0] += 3.0
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor) -> Tensor:
+            clock[0] += 4.0
+            return dout
+
+    enter(impostor(lambda *qkv: Slow.apply(good(*qkv))))
+    rows = measure(["impostor"], SMALL, CPU, kind="bench", repeats=2)
+    assert [row.ms for row in rows] == [3000.0, 4000.0, 7000.0]
+
+
+def test_no_repeats_are_refused() -> None:
+    with pytest.raises(ValueError, match="repeats must be positive, not 0"):
+        measure(["reference"], SMALL, CPU, kind="bench", repeats=0)
+
+
+def test_the_machine() -> None:
+    found = machine(CPU)
+    assert found["kind"] == "cpu"
+    assert str(found["device"]).startswith("cpu (")
+    peak = measure_peak(CPU, torch.float32)
+    assert 1e-3 < peak.tflops < 100
+    assert 0.1 < peak.gbps < 10_000
+    for wrong in ("tpu", "meta", "cuda:99"):
+        with pytest.raises(ValueError, match=wrong):
+            find_device(wrong)
+
+
+# Commands.
+
+
+def rfa(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+TINY = ("--batch", "1", "--nheads", "2", "--headdim", "8", "--dtype", "fp32", "--repeats", "2")
+
+
+def test_bench_sweeps_and_writes(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    result = rfa("bench", *TINY, "--seqlen", "16,32", "--causal", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    for words in (
+        "reference on cpu",
+        "min ms",
+        "median ms",
+        "% of matmul",
+        "say little about GPUs",
+    ):
+        assert words in result.output
+    found = load(path)
+    assert [(row.workload["seqlen"], row.passes) for row in found.rows] == [
+        (seqlen, way) for seqlen in (16, 32) for way in ("forward", "backward", "both")
+    ]
+    assert all(row.workload["causal"] and row.kind == "bench" for row in found.rows)
+    assert found.settings == {"repeats": 2}
+    assert found.machine["peak"]["dtype"] == "float32"
+    assert found.machine["peak"]["tflops"] > 0
+    assert found.versions["torch"]
+
+
+def test_bench_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
+        return [Row("bench", *names, "forward", of.to_dict(), {}, (1.0, 2.0, 6.0), 10.0, 3 << 20)]
+
+    monkeypatch.setattr("ring_flash_attn.cli.bench.measure", measured)
+    monkeypatch.setattr("ring_flash_attn.cli.bench.measure_peak", lambda *_: Peak(40.0, 1.0))
+    output = rfa("bench", *TINY).output
+    (line,) = (line for line in output.splitlines() if line.strip().startswith("forward"))
+    # min, avg, median, max; 10 TFLOP/s at 2 ms are 20 at 1 ms, and 6.667 at 3 ms; 10 of 40
+    assert line.split()[1:] == ["1.000", "3.000", "2.000", "6.000", "20", "6.667", "25.0", "3.0"]
+
+
+def test_presets_and_options_that_change_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    options = ("--preset", "batch-inference", "--batch", "1", "--seqlen", "16", "--repeats", "1")
+    assert rfa("bench", *options, "--json", str(path)).exit_code == 0
+    (row,) = load(path).rows
+    assert row.passes == "forward", "inference has no gradients"
+    assert (row.workload["batch"], row.workload["seqlen"]) == (1, 16)
+    assert (row.workload["nheads"], row.workload["headdim"]) == (8, 64)
+
+
+def test_compare_says_who_is_best_and_who_is_not_here(tmp_path: Path) -> None:
+    path = tmp_path / "compare.json"
+    result = rfa("compare", *TINY, "--seqlen", "16", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    for words in (
+        "fastest, forward:",
+        "fastest, both:",
+        "1.00x",
+        "error of out",
+        "xFormers cannot be imported",
+        "flash-attn 4: it needs an NVIDIA GPU",
+    ):
+        assert words in result.output
+    rows = load(path).rows
+    assert {row.implementation for row in rows} == set(implementation_names())
+    assert {row.implementation for row in rows if row.failed is None} == set(HERE)
+
+
+def test_compare_against_another() -> None:
+    names = ("reference", "SDPA math", "--versus", "SDPA math")
+    result = rfa("compare", *names, *TINY, "--seqlen", "16", "--no-grad", "--no-errors")
+    assert result.exit_code == 0, result.output
+    (line,) = (x for x in result.output.splitlines() if x.strip().startswith("SDPA math"))
+    assert "1.00x" in line
+    assert "backward" not in result.output
+    assert line.split()[-2:] == ["n/a", "n/a"], "no errors were asked for"
+
+
+@pytest.mark.parametrize("command", ["bench", "compare"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--seqlen", "many"), "--seqlen"),
+        (("--seqlen", "0"), "--seqlen"),
+        (("--nheads-k", "3"), "query heads"),
+        (("--window", "5"), "--window"),
+        (("--dtype", "int8"), "int8"),
+        (("--preset", "gpt9"), "gpt9"),
+        (("--device", "tpu"), "tpu"),
+        (("--json", "/proc/none/a.json"), "cannot write"),
+        (("--repeats", "0"), "--repeats"),
+    ],
+)
+def test_wrong_options_are_refused(command: str, options: tuple[str, ...], words: str) -> None:
+    result = rfa(command, *options)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bench", "--kernel", "nobody"), "nobody"),
+        (("bench", "--kernel", "fa2", "--device", "cpu"), "NVIDIA GPU"),
+        (("compare", "nobody"), "nobody"),
+        (("compare", "--versus", "nobody"), "nobody"),
+    ],
+)
+def test_who_is_not_there_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    result = rfa(*arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_results_are_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    rfa("bench", *TINY, "--seqlen", "16", "--json", str(path))
+    json.loads(path.read_text(), parse_constant=pytest.fail)
