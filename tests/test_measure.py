@@ -97,10 +97,10 @@ def test_fp64_by_rows_is_the_oracle(
     for name, value in found.tensors.items():
         heads = 2 if name in ("out", "dq") else 1
         assert torch.allclose(value, want[name][0, :, :heads], rtol=0, atol=1e-12), name
-    errors = found.errors({"dk": want["dk"] + 0.5})["dk"]
+    errors = found.errors({"dv": want["dv"] + 0.5})["dv"]
     for name in ("max", "mean", "rmse"):
         assert errors[name] == pytest.approx(0.5)
-    largest = want["dk"][0, :, 0].abs().max().item()
+    largest = want["dv"][0, :, 0].abs().max().item()
     assert errors["relative"] == pytest.approx(0.5 / largest)
 
 
@@ -343,6 +343,26 @@ def test_compare_says_who_is_best_and_who_is_not_here(tmp_path: Path) -> None:
     rows = load(path).rows
     assert {row.implementation for row in rows} == set(implementation_names())
     assert {row.implementation for row in rows if row.failed is None} == set(HERE)
+
+
+def test_compare_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
+        found = {"torch standard": (6.0, 9 << 20), "reference": (2.0, 5 << 20)}
+        errors = {"out": {"relative": 1e-3}, "dq": {"relative": 2e-3}, "dk": {"relative": 4e-3}}
+        rows = [
+            Row("compare", name, "both", of.to_dict(), {}, (ms,), 12 / ms, size, errors=errors)
+            for name, (ms, size) in found.items()
+        ]
+        return [*rows, Row("compare", "fa2", "both", of.to_dict(), failed="out of [memory]")]
+
+    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
+    result = rfa("compare", *TINY)
+    assert result.exit_code == 0, result.output
+    (line,) = (x for x in result.output.splitlines() if x.strip().startswith("reference"))
+    assert line.split()[1:] == ["2.000", "6", "3.00x", "5.0", "1.0e-03", "4.0e-03"]
+    assert "fastest, both: reference (2.000 ms)" in result.output
+    assert "leanest: reference (5.0 MiB)" in result.output
+    assert "fa2: out of [memory]" in result.output
 
 
 def test_compare_against_another() -> None:

@@ -35,7 +35,7 @@ class Exact:
                 "max": worst,
                 "mean": apart.mean().item(),
                 "rmse": apart.square().mean().sqrt().item(),
-                "relative": worst / want.abs().max().item(),
+                "relative": worst / (want.abs().max().item() or 1.0),
             }
         return found
 
