@@ -393,6 +393,23 @@ def test_the_command_writes_elsewhere(fake_tune: list[tuple[Any, ...]], tmp_path
     assert list(config.read_tuned(path)[GPU]) == ["forward, 256, float16"]
 
 
+def test_the_command_writes_what_it_found(
+    fake_tune: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ring_flash_attn.cli.tune.versions", lambda: {"triton": "9.9"})
+    path = tmp_path / "found.json"
+    result = rfa_tune("--headdim", "64", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    assert (found["gpu"], found["seqlen"], found["causal"]) == (GPU, 8192, True)
+    assert found["choices"][NAME] == {
+        "default": str(DEFAULT),
+        "chosen": str(OTHER),
+        "ms_before": 2.0,
+        "ms_after": 1.5,
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from ..bench.diff import BAD, Change, Verdict, compare
 from ..bench.results import Results, Row, check_output, load
+from .measuring import write_json
 from .screen import screen
 
 _STYLES = {
@@ -66,9 +66,7 @@ def diff(
     if shown:
         console.print(_table(shown))
     console.print(_summary(changes))
-    if json_file is not None:
-        json_file.write_text(json.dumps([_plain(each) for each in changes], indent=1) + "\n")
-        console.print(f"wrote {json_file}", markup=False, soft_wrap=True)
+    write_json(console, [_plain(each) for each in changes], json_file)
     bad = {*BAD, Verdict.MISSING} if require_all else {*BAD}
     raise typer.Exit(int(any(each.verdict in bad for each in changes)))
 

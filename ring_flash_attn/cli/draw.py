@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from .. import routes as _routes  # registers them
+from ..bench.results import check_output
 from ..layout import get_layout, layout_names
 from ..plan import Problem, check_route, route_names
 from ..tiles import Mask
-from .drawing.schedule import make_schedule
+from .drawing.schedule import Schedule, make_schedule
 from .drawing.svg import draw_svg
 from .drawing.terminal import render
+from .measuring import JsonFile, write_json
 
 del _routes
 
@@ -40,12 +43,21 @@ def draw(
         int | None, typer.Option(min=1, help="KV heads that travel together (all_gather).")
     ] = None,
     sources_per_launch: Annotated[
-        int, typer.Option(min=1, help="Ranks whose keys one launch takes (ring; usually 2).")
+        int, typer.Option(min=1, help="Ranks whose keys one launch takes (ring; usually 4).")
     ] = 1,
     svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Draw who holds which tokens, and who computes what at which step."""
+    """Draw who holds which tokens, and who computes what at which step.
+
+    \b
+    rfa draw zigzag
+    rfa draw contiguous zigzag stripe --world-size 8 --seqlen 64 --svg schedules.svg
+    rfa draw stripe --route all_gather --cu-seqlens 0,5,16 --backward
+    """
     try:
+        for path in (svg, json_file):
+            check_output(path)
         check_route(route)
         if sources_per_launch > 1 and route != "ring":
             raise ValueError(f"--sources-per-launch {sources_per_launch}: not with route {route!r}")
@@ -66,14 +78,26 @@ def draw(
             schedules.append(make_schedule(route, problem, backward))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    console = Console(highlight=False)
+    write_json(console, [_plain(each) for each in schedules], json_file)
     if svg:
-        svg.parent.mkdir(parents=True, exist_ok=True)
-        svg.write_text(draw_svg(schedules))
+        svg.write_text(draw_svg(schedules), encoding="utf-8")
         typer.echo(f"wrote {svg}")
         return
-    console = Console(highlight=False)
     for schedule in schedules:
         console.print(render(schedule))
+
+
+def _plain(schedule: Schedule) -> dict[str, Any]:
+    problem = schedule.problem
+    return {
+        "layout": problem.layout.name,
+        "route": schedule.route,
+        "world_size": problem.world_size,
+        "lengths": problem.lengths_q,
+        "backward": schedule.backward,
+        "steps": [[asdict(turn) for turn in step] for step in schedule.turns],
+    }
 
 
 def _numbers(text: str, what: str) -> list[int]:

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.machine import versions
+from ..bench.results import check_output
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
 from ..tiles import Mask
+from .measuring import JsonFile, write_json
 from .verifying.answers import torch_dtype
 
 _VARIABLES = "RFA_"
@@ -90,10 +92,17 @@ def info(
         str, typer.Option(help="Of the call that kernels are asked about.")
     ] = "bfloat16",
     headdim: Annotated[int, typer.Option(min=1, help="Of that call.")] = 128,
+    json_file: JsonFile = None,
 ) -> None:
-    """Show versions, devices, and which kernels can run here."""
+    """Show versions, devices, and which kernels can run here.
+
+    \b
+    rfa info
+    rfa info --dtype float32 --headdim 256 --json info.json
+    """
     device = device or default_device()
     try:
+        check_output(json_file)
         reasons = kernel_reasons(device, dtype, headdim)
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
@@ -101,11 +110,20 @@ def info(
     console.print(_facts())
     console.print(f"Kernels for a causal call in {dtype}, headdim {headdim}, on {device}:")
     console.print(_kernels(reasons))
+    picks = _picks(reasons, plain_call(device, dtype, headdim))
+    for choice, first in picks.items():
+        console.print(f"{choice} picks: [bold]{first or 'nothing'}[/]")
+    facts = {"versions": versions(), "devices": devices(), "variables": variables()}
+    write_json(console, {**facts, "why_not": reasons, "picks": picks}, json_file)
+
+
+def _picks(reasons: dict[str, list[str]], call: Call) -> dict[str, str | None]:
+    """What `auto` and `native` choose for the call; None if there is nothing."""
     able = [name for name, why in reasons.items() if not why]
-    for choice in (AUTO, NATIVE):
-        among = candidates(choice, plain_call(device, dtype, headdim))
-        first = next((name for name in able if name in among), "nothing")
-        console.print(f"{choice} picks: [bold]{first}[/]")
+    return {
+        choice: next((name for name in able if name in candidates(choice, call)), None)
+        for choice in (AUTO, NATIVE)
+    }
 
 
 def _facts() -> Table:

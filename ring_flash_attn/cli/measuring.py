@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -82,4 +83,11 @@ def write(console: Console, results: Results, path: Path | None) -> None:
     """To the file that the user named, if any."""
     if path is not None:
         results.save(path)
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def write_json(console: Console, value: Any, path: Path | None) -> None:
+    """The same for what is no measurement."""
+    if path is not None:
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         console.print(f"wrote {path}", markup=False, soft_wrap=True)

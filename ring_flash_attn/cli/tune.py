@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from ..bench.machine import commit, versions
+from ..bench.results import check_output
 from ..kernels.base import why_not
 from .info import plain_call
+from .measuring import JsonFile, write_json
+from .screen import screen
 from .verifying.answers import torch_dtype
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Choice
-
-_WIDTH = 150  # of the table where there is no terminal
 
 
 def tune(
@@ -35,25 +35,30 @@ def tune(
     output: Annotated[
         Path | None, typer.Option(help="The file; by default the one that the library reads.")
     ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time block sizes of the Triton kernel on this GPU, once; later runs use the best ones.
 
     Takes a few minutes. Without it, and wherever it finds nothing that is 3 % faster, the library
     uses its defaults. Removing the file undoes it. Entries of other GPUs, head dimensions and
     dtypes stay; a file that makes no sense is kept as NAME.old.
+
+    \b
+    rfa tune
+    rfa tune --headdim 96 --dtype float16 --output tuned.json
     """
     headdims = headdim or [64, 128]
     try:
         _check(headdims, dtype)
         path = _output(output)
+        check_output(json_file)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     from ..kernels.triton import config, tuning
 
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = config.gpu_name(device)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+    console = screen()
     found: dict[str, Choice] = {}
     for each in headdims:
         with console.status(f"headdim {each}"):
@@ -70,6 +75,10 @@ def tune(
     console.print(f"{gpu}, {seqlen} tokens, {'causal' if causal else 'full'}", markup=False)
     console.print(_table(found))
     console.print(f"wrote {path}{_how_to_use(path)}", markup=False, soft_wrap=True)
+    if json_file is not None:
+        facts = {"gpu": gpu, "versions": versions(), "commit": commit(), "seqlen": seqlen}
+        plain = {name: _plain(choice) for name, choice in found.items()}
+        write_json(console, {**facts, "causal": causal, "choices": plain}, json_file)
 
 
 def _check(headdims: list[int], dtype: str) -> None:
@@ -101,12 +110,7 @@ def _output(output: Path | None) -> Path:
     path = output or tuned_path()
     if path is None:
         raise ValueError(f"{VARIABLE} is empty, so that no file is read: unset it or pass --output")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error}") from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"cannot write {path}")
+    check_output(path)
     return path
 
 
@@ -117,6 +121,11 @@ def _how_to_use(path: Path) -> str:
     if read is not None and path.absolute() == read.absolute():
         return ": from now on it is used"
     return f": to use it, set {VARIABLE}={path.absolute()}"
+
+
+def _plain(choice: Choice) -> dict[str, Any]:
+    sizes = {"default": str(choice.default), "chosen": str(choice.chosen)}
+    return {**sizes, "ms_before": choice.before, "ms_after": choice.after}
 
 
 def _table(choices: Mapping[str, Choice]) -> Table:

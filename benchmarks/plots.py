@@ -1,0 +1,122 @@
+"""The pictures of the README, from the stored results.
+
+pip install "ring-flash-attn[report]" kaleido
+python benchmarks/plots.py docs/img
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from ring_flash_attn.bench.results import BACKWARD, BOTH, FORWARD, Row, load
+
+RESULTS = Path(__file__).parent.parent / "results"
+COLOURS = {"triton": "#0072B2", "cudnn": "#009E73", "fa2": "#E69F00", "fa4": "#CC79A7"}
+EXISTING = "#7f7f7f"
+WIDTH, HEIGHT = 900, 340
+
+
+def finish(figure: go.Figure, path: Path) -> None:
+    figure.update_layout(
+        template="plotly_white",
+        width=WIDTH,
+        height=HEIGHT,
+        margin={"l": 60, "r": 10, "t": 60, "b": 30},
+        legend={"orientation": "h", "y": 1.2, "x": 0},
+        font={"family": "Helvetica, Arial, sans-serif", "size": 13},
+        bargap=0.25,
+    )
+    figure.write_image(path)
+    print(f"wrote {path}")
+
+
+def shape(row: Row) -> str:
+    """As it stands under the bars."""
+    work = row.workload
+    seen = "causal" if work["causal"] else "full"
+    heads = f"{work['nheads']}/{work['nheads_k']} × {work['headdim']}"
+    return f"{work['batch']} × {work['seqlen']}<br>{heads}<br>{seen}"
+
+
+def kernels(path: Path) -> None:
+    """TFLOP/s on one device."""
+    rows = load(RESULTS / "kernels_h200.json").rows
+    titles = ("forward", "backward")
+    figure = make_subplots(1, 2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
+    for column, passes in enumerate((FORWARD, BACKWARD), 1):
+        for name in ("triton", "cudnn", "fa2"):
+            mine = [row for row in rows if (row.implementation, row.passes) == (name, passes)]
+            figure.add_bar(
+                x=[shape(row) for row in mine],
+                y=[row.tflops for row in mine],
+                text=[f"{row.tflops:.0f}" for row in mine],
+                name=name,
+                marker_color=COLOURS[name],
+                showlegend=column == 1,
+                row=1,
+                col=column,
+            )
+    figure.update_yaxes(title_text="TFLOP/s", col=1)
+    finish(figure, path)
+
+
+def slowest(rows: Sequence[Row], passes: str, name: str, sources: int | None) -> Row:
+    """The slowest rank of one contender."""
+    (found,) = (
+        row
+        for row in rows
+        if row.implementation == name
+        and row.passes == passes
+        and row.values["slowest"]
+        and "lengths" not in row.workload
+        and (sources is None or row.placement["sources_per_launch"] == sources)
+    )
+    return found
+
+
+def replays(path: Path) -> None:
+    """Efficiency of the slowest of 8 ranks."""
+    rows = load(RESULTS / "replays_h200.json").rows
+    kernels = ("fa2", "cudnn", "fa4", "triton")
+    theirs = sorted({row.implementation for row in rows if " " in row.implementation})
+    contenders = [(name, None, EXISTING) for name in theirs]
+    contenders += [(name, 4, COLOURS[name]) for name in kernels]
+    figure = make_subplots(
+        1,
+        2,
+        subplot_titles=("forward", "forward + backward"),
+        shared_yaxes=True,
+        horizontal_spacing=0.04,
+    )
+    for column, passes in enumerate((FORWARD, BOTH), 1):
+        for name, sources, colour in contenders:
+            share = slowest(rows, passes, name, sources).values["efficiency_percent"]
+            figure.add_bar(
+                x=[name if sources else f"existing<br>on {name.split()[-1]}"],
+                y=[share],
+                text=[f"{share:.0f} %"],
+                textposition="inside",
+                textangle=0,
+                marker_color=colour,
+                showlegend=False,
+                row=1,
+                col=column,
+            )
+    figure.update_xaxes(tickangle=0)
+    figure.update_yaxes(title_text="% of 8 × one device", range=[0, 115], col=1)
+    figure.update_yaxes(range=[0, 115], col=2)
+    finish(figure, path)
+
+
+def main(folder: str = "docs/img") -> None:
+    kernels(Path(folder) / "kernels_h200.svg")
+    replays(Path(folder) / "replays_h200.svg")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
