@@ -179,6 +179,7 @@ def _flex(workload: Workload, device: torch.device) -> Attention:
     if left is not None or right is not None:
         lengths = (workload.seqlen, workload.seqlen)
         mask = flex.create_block_mask(sees, None, None, *lengths, device=str(device))
+    torch.compiler.reset()  # after 8 shapes torch would give up, and run it uncompiled
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     groups = workload.nheads != workload.nheads_k
 
