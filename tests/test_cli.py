@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from ring_flash_attn.bench.results import load
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.verifying import checker
 from ring_flash_attn.cli.verifying.answers import answer, dropout_seed, torch_dtype
@@ -135,6 +135,8 @@ def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) 
         ("verify", "--dtype", "int8"),
         ("verify", "--device", "abacus"),
         ("verify", "--nheads", "3", "--nheads-k", "2"),
+        ("verify", "--json", "/dev/null/report.json"),
+        ("verify", "--markdown", "/dev/null/report.md"),
         ("info", "--dtype", "int8"),
     ],
 )
@@ -241,9 +243,10 @@ def test_a_wrong_kernel_is_found_and_its_tensor_named(broken: str, tmp_path: Pat
     assert result.exit_code == 1
     assert "dv on rank 0: largest error" in result.output
     assert "dk on rank" not in result.output
-    for case in json.loads(report.read_text())["cases"]:
-        assert case["status"] == "fail"
-        assert {error["tensor"] for error in case["tensors"] if not error["passed"]} == {"dv"}
+    found = load(report)
+    assert all(case["status"] == "fail" for case in found.details["verify"]["cases"])
+    for row in found.rows:
+        assert {tensor for tensor, error in row.errors.items() if not error["passed"]} == {"dv"}
 
 
 def test_what_a_kernel_cannot_do_is_neither_right_nor_wrong(broken: str) -> None:
@@ -263,7 +266,11 @@ def test_two_processes_report_everything_as_json(tmp_path: Path) -> None:
     size = ("--world-size", "2", "--seqlen", "21", "--seed", "7", "--dtype", "float64")
     result = rfa("verify", *names, *features, *size, "--json", str(report))
     assert result.exit_code == 0, result.output
-    found = json.loads(report.read_text())
+    written = load(report)
+    assert (written.machine["kind"], written.versions["torch"]) == ("cpu", torch.__version__)
+    assert len(written.rows) == 6 * 2  # cases, ranks
+    assert {row.placement["function"] for row in written.rows} == set(names)
+    found = written.details["verify"]
     assert found["summary"] == {"pass": 6}
     assert found["configuration"]["world_size"] == 2
     assert found["versions"]["torch"] == torch.__version__

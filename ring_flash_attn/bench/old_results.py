@@ -8,7 +8,8 @@ from typing import Any
 
 from .replay_results import replay_rows
 from .report import Replay
-from .results import BACKWARD, BOTH, COMPARE, FORWARD, VERIFY, Results, Row
+from .results import BACKWARD, BOTH, COMPARE, FORWARD, Results, Row
+from .verify_results import verify_rows
 
 _KERNELS = "shapes (batch, nheads/nheads_k, seqlen, headdim)"
 _SHAPE = re.compile(r"(\d+), (\d+)/(\d+), (\d+), (\d+), (causal|full)")
@@ -120,38 +121,3 @@ def _verify(values: Mapping[str, Any]) -> Results:
         {"verify": dict(values)},
         created="",
     )
-
-
-def verify_rows(values: Mapping[str, Any]) -> Iterator[Row]:
-    """A row for each case and rank of what `rfa verify` found."""
-    for case in values["cases"]:
-        question = case["question"]
-        lengths = list(question["lengths_q"])
-        workload = {
-            "batch": question["batch"] or 1,
-            "seqlen": sum(lengths),
-            "nheads": question["nheads"],
-            "nheads_k": question["nheads_k"],
-            "headdim": question["headdim"],
-            "causal": question["causal"],
-            "window": list(question["window_size"]),
-            "dtype": question["dtype"],
-            "feature": case["feature"],
-        }
-        if question["batch"] is None:
-            workload["lengths"] = lengths
-        placement = {
-            "world_size": values["configuration"]["world_size"],
-            "function": case["function"],
-            **{name: case[name] for name in ("layout", "route") if case[name]},
-        }
-        name = case["used_kernel"] or case["kernel"]
-        if case["reason"]:
-            yield Row(VERIFY, name, BOTH, workload, placement, failed=case["reason"])
-            continue
-        ranks: dict[int, dict[str, Any]] = {}
-        for each in case["tensors"]:
-            rest = {what: each[what] for what in each if what not in ("tensor", "rank")}
-            ranks.setdefault(each["rank"], {})[each["tensor"]] = rest
-        for rank, errors in ranks.items():
-            yield Row(VERIFY, name, BOTH, workload, {**placement, "rank": rank}, errors=errors)

@@ -10,6 +10,7 @@ from .diff import diff
 from .draw import draw
 from .info import info
 from .replay import replay
+from .ring import ring
 from .tune import tune
 from .verify import verify
 
@@ -27,4 +28,5 @@ app.command()(tune)
 app.command()(replay)
 app.command()(bench)
 app.command()(compare)
+app.command()(ring)
 app.command()(diff)

@@ -84,7 +84,14 @@ def replay(
         Path | None, typer.Option(help="Write a timeline of the slowest rank to this file.")
     ] = None,
 ) -> None:
-    """Run ranks of a group one at a time on this device, without the others, and time them."""
+    """Run ranks of a group one at a time on this device, without the others, and time them.
+
+    \b
+    rfa replay --world-size 8 --layout zigzag --link nvlink4
+    rfa replay --route all_gather --heads-k-stride 2 --cu-seqlens 0,3104,8192
+    rfa replay --world-size 32 --rank 0 --rank 31 --link ib400 --svg timeline.svg
+    rfa replay --seqlen 16384 --existing --json replay.json
+    """
     console = screen()
     try:
         for path in (json_file, svg):

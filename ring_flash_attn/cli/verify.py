@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..bench.results import check_output
 from ..comm import launch
 from ..kernels.base import AUTO, NATIVE, check_kernel, kernel_names
 from ..layout import get_layout, layout_names
@@ -21,8 +22,10 @@ from .verifying.answers import torch_dtype
 from .verifying.cases import DTYPES, Case, Choice, make_cases
 from .verifying.checker import Result, check_all
 from .verifying.cut import cut_names
+from .verifying.files import make_results, write_markdown
+from .verifying.precision import READING, by_place, precision_lines, precision_table
 from .verifying.questions import FEATURES, Size
-from .verifying.report import exit_code, print_report, write_json
+from .verifying.report import exit_code, print_report
 
 _SIZE = Size()
 
@@ -65,8 +68,17 @@ def verify(
     headdim: Annotated[int, typer.Option(min=1)] = _SIZE.headdim,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that a rank may take for a case.")] = 300,
-    json: Annotated[
-        Path | None, typer.Option(help="Write every case, tensor and rank to this file.")
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report", help="Errors of each function and tensor beside the accepted ones."
+        ),
+    ] = False,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write this report to a Markdown file; -v: with each rank.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every case, tensor and rank to this file.")
     ] = None,
     verbose: Annotated[
         int, typer.Option("--verbose", "-v", count=True, help="-v: each case, -vv: each rank.")
@@ -75,8 +87,15 @@ def verify(
     """Check every public function, forward and backward, against softmax attention in fp64.
 
     Shards are cut without the library's help, and the tolerance is measured: at most twice the
-    error of plain torch in the same dtype, plus rounding. Under torchrun the ranks are those that
-    it started. Exit code 1 if anything fails.
+    error of plain torch in the same dtype, plus rounding. Functions on one device are checked on
+    each rank. Under torchrun the ranks are those that it started. Exit code 1 if anything fails.
+
+    \b
+    rfa verify --world-size 4
+    rfa verify 'flash_attn_*' --dtype bfloat16 --report
+    rfa verify 'zigzag_*' --world-size 8 --report -v --markdown precision.md
+    rfa verify ring_attention --layout stripe --feature window -vv
+    torchrun --nproc_per_node 8 -m ring_flash_attn.cli verify --device cuda
     """
     ranks = None if virtual else launch.torchrun_rank()
     choice = Choice(
@@ -92,19 +111,30 @@ def verify(
         seed=seed,
         size=Size(batch, seqlen, nheads, nheads_k, headdim),
     )
+    speaks = ranks is None or ranks[0] == 0
     try:
+        for path in (json_file, markdown) if speaks else ():
+            check_output(path)
         _check(choice)
         cases = make_cases(choice)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    speaks = ranks is None or ranks[0] == 0
     console = screen(quiet=not speaks)
     start = time.perf_counter()
     results = _run(cases, choice, backend, timeout, console)
     seconds = time.perf_counter() - start
     print_report(console, results, verbose, seconds)
-    if json and speaks:
-        write_json(json, results, choice, seconds)
+    if report:
+        for title, lines in by_place(precision_lines(results, choice.world_size, verbose > 0)):
+            console.print(precision_table(title, lines))
+        console.print(READING, markup=False)
+    if markdown is not None and speaks:
+        write_markdown(markdown, results, choice, seconds, verbose > 0)
+    if json_file is not None and speaks:
+        make_results(results, choice, seconds).save(json_file)
+    for path in (markdown, json_file):
+        if path is not None:
+            console.print(f"wrote {path}", markup=False, soft_wrap=True)
     raise typer.Exit(exit_code(results))
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ... import api
+from ...bench.rings.arguments import Place, Spread, own_arguments
 from ...entry import run_virtual
 from .answers import Inputs
-from .arguments import own_arguments
 from .cases import Case
 from .cut import cut
 
@@ -45,7 +45,7 @@ def call_on_rank(case: Case, inputs: Inputs, rank: int, world_size: int) -> Tens
     function = getattr(api, case.function)
     if "kernel" not in inspect.signature(function).parameters:
         del options["kernel"]  # the name says it
-    own = own_arguments(case, rank, world_size, q.device)
+    own = own_arguments(case.signature, _spread(case), Place(rank, world_size, q.device))
     out, lse, _ = function(**leaves, **own, **options)
     if options["sink"] is not None:
         leaves["sink"] = options["sink"]
@@ -68,7 +68,7 @@ def call_virtual(case: Case, inputs: Inputs, world_size: int) -> list[Tensors]:
         case.question.lengths_q,
         case.question.lengths_k,
         packed=case.question.batch is None,
-        heads_k_stride=1 if case.signature in ("gathered_documents", "llama3") else None,
+        heads_k_stride=_spread(case).heads_k_stride,
         **options,
     )
     leaves = [x for shard in shards for x in shard]
@@ -86,6 +86,19 @@ def call_virtual(case: Case, inputs: Inputs, world_size: int) -> list[Tensors]:
     if options["sink"] is not None:
         found[0]["dsink"] = grads[-1]
     return found
+
+
+def _spread(case: Case) -> Spread:
+    question = case.question
+    return Spread(
+        question.lengths_q,
+        question.lengths_k,
+        packed=question.batch is None,
+        causal=question.causal,
+        layout=case.layout,
+        route=case.route,
+        heads_k_stride=1 if case.signature in ("gathered_documents", "llama3") else None,
+    )
 
 
 def _shard(case: Case, inputs: Inputs, rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:

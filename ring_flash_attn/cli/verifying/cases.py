@@ -64,14 +64,33 @@ class Choice:
     size: Size = field(default_factory=Size)
 
 
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A public function: its family, how q, k and v come, and the kernel that its name fixes."""
+
+    family: Family
+    form: str
+    prefix: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in the API."""
+        return "_".join(part for part in (self.prefix, self.family.name, self.form) if part)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it needs a group."""
+        return bool(self.family.layout) or self.family.signature.__name__ == "anything"
+
+
 def make_cases(choice: Choice) -> list[Case]:
     """All cases, those with one question next to each other."""
     cases = [
         case
-        for name, family, form, prefix in _chosen(choice)
-        for layout, route in _points(family, choice)
-        for kernel in ((prefix,) if prefix else choice.kernels)
-        for case in _of_point(name, family, form, layout, route, kernel, choice)
+        for named in chosen_functions(choice)
+        for layout, route in points(named.family, choice)
+        for kernel in ((named.prefix,) if named.prefix else choice.kernels)
+        for case in _of_point(named, layout, route, kernel, choice)
     ]
     order: dict[Question, int] = {}
     for case in cases:
@@ -81,18 +100,17 @@ def make_cases(choice: Choice) -> list[Case]:
 
 def function_names(prefixes: bool = False) -> list[str]:
     """Public functions; with `prefixes`, also those that fix their kernel."""
-    return [name for name, _, _, prefix in _functions() if prefixes or not prefix]
+    return [named.name for named in _functions() if prefixes or not named.prefix]
 
 
-def _functions() -> Iterator[tuple[str, Family, str, str]]:
+def _functions() -> Iterator[Named]:
     for prefix in ("", *PREFIXES):
         for family in FAMILIES:
             for form in family.forms:
-                name = "_".join(part for part in (prefix, family.name, form) if part)
-                yield name, family, form, prefix
+                yield Named(family, form, prefix)
 
 
-def _chosen(choice: Choice) -> Iterator[tuple[str, Family, str, str]]:
+def chosen_functions(choice: Choice) -> Iterator[Named]:
     """The functions that the names mean: exact names, patterns, or parts of names."""
     everything = function_names(prefixes=True)
     wanted: set[str] = set() if choice.names else set(function_names())
@@ -106,14 +124,15 @@ def _chosen(choice: Choice) -> Iterator[tuple[str, Family, str, str]]:
         if not found:
             raise ValueError(f"no function {name!r}; choose from {', '.join(function_names())}")
         wanted.update(found)
-    for name, family, form, prefix in _functions():
+    for named in _functions():
         # Virtual ranks meet at a point, whatever the form in which tensors come.
-        twin = choice.virtual and family.layout and form in ("kvpacked_func", "qkvpacked_func")
-        if name in wanted and not twin:
-            yield name, family, form, prefix
+        packed = named.form in ("kvpacked_func", "qkvpacked_func")
+        twin = choice.virtual and named.family.layout and packed
+        if named.name in wanted and not twin:
+            yield named
 
 
-def _points(family: Family, choice: Choice) -> list[tuple[str, str]]:
+def points(family: Family, choice: Choice) -> list[tuple[str, str]]:
     """The (layout, route) at which a family is to be checked."""
     if family.signature.__name__ == "anything":
         layouts, routes = choice.layouts or layout_names(), choice.routes or route_names()
@@ -124,9 +143,8 @@ def _points(family: Family, choice: Choice) -> list[tuple[str, str]]:
     return [] if unwanted else [(family.layout, family.route)]
 
 
-def _of_point(
-    name: str, family: Family, form: str, layout: str, route: str, kernel: str, choice: Choice
-) -> Iterator[Case]:
+def _of_point(named: Named, layout: str, route: str, kernel: str, choice: Choice) -> Iterator[Case]:
+    family, form = named.family, named.form
     signature = family.signature.__name__
     for feature in choice.features or FEATURES:
         if not _possible(signature, form, feature, bool(choice.features)):
@@ -137,7 +155,7 @@ def _of_point(
             )
             for dtype in _dtypes(choice, form, feature):
                 asked = replace(question, dtype=dtype)
-                yield Case(name, signature, form, layout, route, kernel, feature, asked)
+                yield Case(named.name, signature, form, layout, route, kernel, feature, asked)
 
 
 def _possible(signature: str, form: str, feature: str, explicit: bool) -> bool:

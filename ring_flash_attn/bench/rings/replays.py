@@ -1,0 +1,74 @@
+"""`replay_rings`: the points of distributed functions on one device, by replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..link import Link
+from ..report import Replay
+from ..scenario import Scenario
+from ..session import Session
+from .target import Finding, Target, Timed
+
+
+def replay_rings(
+    targets: Sequence[Target],
+    link: Link | None,
+    repeats: int,
+    passes: Sequence[str],
+    report: Callable[[str], None],
+) -> tuple[list[Finding], dict[str, Replay]]:
+    """Replay all ranks of each target, one at a time; targets of one scenario share a replay.
+
+    Args:
+        targets: what to time.
+        link: what is emulated; None: communication is removed.
+        repeats: rounds.
+        passes: what is wanted.
+        report: is told what is being done.
+
+    Returns:
+        What was found, and the replays by the name of the first target that they are for.
+    """
+    known: dict[Scenario, Replay | str] = {}
+    findings: list[Finding] = []
+    replays: dict[str, Replay] = {}
+    for target in targets:
+        if target.scenario not in known:
+            known[target.scenario] = _replayed(target, link, repeats, report)
+        found = known[target.scenario]
+        if isinstance(found, str):
+            findings.append(Finding(target, failed=found))
+            continue
+        if found not in replays.values():
+            replays[target.name] = found
+        findings.append(Finding(target, {each: _timed(found, each) for each in passes}))
+    return findings, replays
+
+
+def _replayed(
+    target: Target, link: Link | None, repeats: int, report: Callable[[str], None]
+) -> Replay | str:
+    """The replay, or why there is none."""
+
+    def say(line: str) -> None:
+        report(f"{target.name}: {line}")
+
+    try:
+        return Session(target.scenario, link, repeats, say).run(None, False)
+    except torch.OutOfMemoryError:
+        failed = "out of memory"
+    torch.cuda.empty_cache()
+    return failed
+
+
+def _timed(replay: Replay, passes: str) -> Timed:
+    ranks = [each.measured for each in replay.ours.ranks]
+    peaks = [getattr(each.peak, passes) for each in ranks if each.peak is not None]
+    return Timed(
+        (max(getattr(each.times, passes) for each in ranks),),
+        getattr(replay.ours.theoretic, passes),
+        max(peaks, default=None),
+    )

@@ -1,0 +1,1 @@
+"""Parts of `rfa ring`: what is asked for, running it, and the tables."""

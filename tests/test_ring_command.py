@@ -1,0 +1,396 @@
+"""`rfa ring`: what it times, what it says, and what it does when ranks fail."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from ranks import Ranks
+from typer.testing import CliRunner, Result
+
+from ring_flash_attn.bench.report import Replay
+from ring_flash_attn.bench.results import BOTH, FORWARD, Row, load
+from ring_flash_attn.bench.rings import Size, Target, make_target, measure, on_rank, with_kernel
+from ring_flash_attn.bench.rings.arguments import Place
+from ring_flash_attn.bench.rings.calls import on_one_device
+from ring_flash_attn.bench.rings.calls import on_rank as call_on_rank
+from ring_flash_attn.bench.rings.meeting import DONE, Meeting
+from ring_flash_attn.cli.ring import ring
+from ring_flash_attn.cli.ringing import way
+from ring_flash_attn.cli.ringing.choices import Asked, choose_targets
+from ring_flash_attn.generate import FAMILIES
+from ring_flash_attn.plan import make_plan
+
+app = typer.Typer()
+app.command()(ring)
+
+SHAPE = ("--seqlen", "12", "--nheads", "4", "--nheads-k", "2", "--headdim", "8")
+HERE = (*SHAPE, "--repeats", "2", "--device", "cpu", "--world-size", "2")
+SIZE = Size(2, 12, None, 4, 2, 8, torch.float64, causal=True)
+CPU = torch.device("cpu")
+
+
+def rfa(*arguments: str) -> Result:
+    """Run `rfa ring`; the output is wide enough not to be wrapped."""
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "180"})
+
+
+def target(name: str, size: Size = SIZE, world_size: int = 2, **changes: Any) -> Target:
+    """A function of this library on the CPU."""
+    family, form = next(
+        (family, form)
+        for family in FAMILIES
+        for form in family.forms
+        if "_".join(part for part in (family.name, form) if part) == name
+    )
+    given = {
+        "layout": family.layout,
+        "route": family.route,
+        "packed": family.packed,
+        "kernel": "auto",
+        "takes_kernel": True,
+        **changes,
+    }
+    signature = family.signature.__name__
+    made = make_target(name, form, signature, size=size, world_size=world_size, device=CPU, **given)
+    return with_kernel(made)
+
+
+def asked(**changes: Any) -> Asked:
+    names = ("names", "layouts", "routes")
+    sizes = ("seqlen", "cu_seqlens", "nheads", "nheads_k", "headdim", "dtype", "heads_k_stride")
+    empty = {**dict.fromkeys(names, ()), **dict.fromkeys(sizes)}
+    return Asked(**{**empty, "batch": 1, "causal": True, "kernel": "auto", **changes})
+
+
+def chosen(**changes: Any) -> list[Target]:
+    ranks = way.find_way(2, "cpu", None, False, None, None)
+    return list(choose_targets(asked(**changes), ranks).targets)
+
+
+# What is timed.
+
+
+def test_by_default_there_is_one_function_for_each_layout_and_route() -> None:
+    found = chosen()
+    families = [family for family in FAMILIES if family.layout]
+    assert len({each.function for each in found}) == len(found) == len(families)
+    assert {(t.scenario.layout, t.scenario.route, t.scenario.packed) for t in found} == {
+        (family.layout, family.route, family.packed) for family in families
+    }
+
+
+def test_names_patterns_and_points() -> None:
+    forms = ("func", "kvpacked_func", "qkvpacked_func")
+    stripes = [f"stripe_flash_attn_{pack}{form}" for pack in ("", "varlen_") for form in forms]
+    assert [each.function for each in chosen(names=("stripe_*",))] == stripes
+    anywhere = chosen(names=("ring_attention",), routes=("all_gather",))
+    assert len({each.name for each in anywhere}) == 6  # layouts
+    assert [each.scenario.packed for each in anywhere] == [
+        each.scenario.layout.startswith("flat_") for each in anywhere
+    ]
+
+
+def test_packed_tensors_have_as_many_kv_heads_and_documents_are_sequences() -> None:
+    assert target("stripe_flash_attn_qkvpacked_func").scenario.nheads_k == 4
+    varlen = target("stripe_flash_attn_varlen_func")
+    assert (varlen.scenario.lengths, varlen.scenario.batch) == ((12, 12), 1)
+    documents = target("llama3_flash_attn_varlen_func", replace(SIZE, cu_seqlens=(0, 5, 12)))
+    assert (documents.scenario.lengths, documents.scenario.heads_k_stride) == ((5, 7), 2)
+    assert documents.alone == "flash_attn_varlen_func"
+    assert target("ring_flash_attn_qkvpacked_func_v2").alone == "flash_attn_qkvpacked_func"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flops_are_those_of_all_ranks_divided(causal: bool) -> None:
+    size = replace(SIZE, cu_seqlens=(0, 5, 12), causal=causal)
+    scenario = target("zigzag_ring_flash_attn_varlen_func", size).scenario
+    ranks = [make_plan("ring", scenario.problem, rank) for rank in range(2)]
+    pairs = sum(scenario.pairs(plan) for plan in ranks)
+    found = target("zigzag_ring_flash_attn_varlen_func", size)
+    assert found.flops(FORWARD) == 4 * 8 * pairs / 2
+    assert found.flops(BOTH) == 3.5 * found.flops(FORWARD)
+
+
+def outputs(rank: int, world_size: int, names: tuple[str, ...], size: Size) -> list[Any]:
+    """Outputs and gradients of each function, and of its base."""
+    place, found = Place(rank, world_size, CPU), []
+    for name in names:
+        made = target(name, size, world_size)
+        for call in (call_on_rank(made, place), on_one_device(made, place)):
+            out, *grads = call.both()
+            torch.testing.assert_close(call.forward(), out)
+            found.append((out.detach(), grads))
+    return found
+
+
+def test_calls_compute_attention_of_the_shards(ranks: Callable[[int], Ranks]) -> None:
+    """With the same data on every rank, full attention is that of one device."""
+    size = replace(SIZE, causal=False, cu_seqlens=(0, 5, 12))
+    names = (
+        "ring_flash_attn_kvpacked_func",
+        "ring_flash_attn_qkvpacked_func_v2",
+        "zigzag_ring_flash_attn_varlen_func",
+        "stripe_flash_attn_varlen_qkvpacked_func",
+        "zigzag_llama3_flash_attn_varlen_func",
+    )
+    for found in ranks(2).run(outputs, names, size):
+        for (spread, grads), (alone, alone_grads) in zip(found[::2], found[1::2], strict=True):
+            torch.testing.assert_close(spread, alone)
+            for ours, theirs in zip(grads, alone_grads, strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
+def test_theoretic_is_one_device_times_ranks_and_the_slowest_rank_counts() -> None:
+    made = target("ring_flash_attn_func")
+    settings = measure.Settings(2, "cpu", "gloo", repeats=2, grad=False)
+    run = measure._Run([made], settings, lambda line: None)
+    run._trials = [[on_rank.Trial({FORWARD: size}) for size in (5, 7)]]
+    own, base = (made.name, FORWARD), (made.base, FORWARD)
+    run._rounds = [
+        [{own: 10.0, base: 1.0}, {own: 12.0, base: 2.0}],
+        [{own: 15.0, base: 3.0}, {own: 11.0, base: 9.0}],
+    ]
+    timed = run.timed(made)[FORWARD]
+    assert timed.samples_ms == (12.0, 15.0)
+    assert timed.theoretic_ms == 2 * statistics.median((1.0, 2.0, 3.0, 9.0))
+    assert timed.peak_bytes == 7
+
+
+# The command.
+
+
+def check_row(row: Row, world_size: int) -> None:
+    assert row.kind == "ring"
+    assert row.ms is not None
+    assert row.values["efficiency_percent"] == 100 * row.values["theoretic_ms"] / row.ms
+    assert row.values["iterations_per_second"] == 1e3 / row.ms
+    assert row.placement["world_size"] == world_size
+    assert row.tflops is not None
+    assert row.tflops > 0
+
+
+def test_two_new_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "ring.json"
+    names = ("zigzag_ring_flash_attn_func", "llama3_flash_attn_varlen_func")
+    result = rfa(*names, *HERE, "--cu-seqlens", "0,5,12", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    for words in (
+        "2 ranks in new processes over gloo, cpu",
+        "zigzag × ring × reference",
+        "flat_contiguous × all_gather × reference",
+        "12 tokens in 2 documents",
+        "forward and backward",
+        "say little about GPUs",
+    ):
+        assert words in result.output
+    written = load(file)
+    assert [(row.placement["function"], row.passes) for row in written.rows] == [
+        (name, passes) for name in names for passes in (FORWARD, BOTH)
+    ]
+    for row in written.rows:
+        check_row(row, 2)
+        assert len(row.samples_ms) == 2
+        assert row.placement["backend"] == "gloo"
+        assert row.workload["seqlen"] == 12
+        assert f"{row.ms:.3f}" in result.output
+    assert written.rows[0].placement["sources_per_launch"] == 4
+    assert written.rows[2].placement["heads_k_stride"] == 2
+    assert written.rows[2].workload["lengths"] == [5, 7]
+
+
+def test_a_replay_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "ring.json"
+    names = ("stripe_flash_attn_func", "stripe_flash_attn_kvpacked_func")
+    result = rfa(*names, *HERE, "--replay", "--link", "pcie5", "--no-grad", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert "Replays of 2 ranks, one at a time, on one device" in result.output
+    assert "Communication is emulated, pcie5: 64 GB/s" in result.output
+    assert "backward" not in result.output.split("GB: most memory")[0]
+    written = load(file)
+    (found,) = (Replay.from_dict(each) for each in written.details["replays"].values())
+    assert len(written.rows) == 2
+    for row in written.rows:
+        check_row(row, 2)
+        assert row.ms == found.ours.slowest(both=False).measured.times.forward
+        assert row.values["theoretic_ms"] == found.ours.theoretic.forward
+        assert (row.values["slowest"], row.placement["link"]) == (1.0, "pcie5")
+
+
+def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    common = ("zigzag_ring_flash_attn_func", *SHAPE, "--device", "cpu", "--repeats", "1")
+    result = rfa(*common)
+    assert result.exit_code == 0, result.output
+    assert "1 rank of torchrun over gloo" in result.output
+    for wrong in (("--world-size", "9"), ("--timeout", "9"), ("--replay",)):
+        refused = rfa(*common, *wrong)
+        assert refused.exit_code == 2
+        assert "torchrun" in refused.output
+
+
+def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(way, "find_device", lambda device, what: torch.device("cuda", 0))
+    monkeypatch.setattr(way, "check_link", lambda link, device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert way.find_way(None, None, None, False, "nvlink4", None).world_size == 8
+    one = way.find_way(1, None, None, False, None, None)
+    assert (one.is_replay, one.backend) == (False, "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    four = way.find_way(None, None, None, False, None, None)
+    assert (four.world_size, four.is_replay) == (4, False)
+    assert way.find_way(5, None, None, False, None, None).is_replay
+    with pytest.raises(ValueError, match=r"--backend nccl: this is a replay"):
+        way.find_way(5, None, "nccl", False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("no_such_function",), "no_such_function"),
+        (("flash_attn_func",), "on one device"),
+        (("--layout", "spiral"), "spiral"),
+        (("--route", "teleport"), "teleport"),
+        (("--layout", "contiguous", "--route", "all_gather"), "no function has layout contiguous"),
+        (("--kernel", "abacus"), "abacus"),
+        (("--kernel", "triton"), "needs a GPU"),
+        (("triton_ring_flash_attn_func", "--kernel", "reference"), "always uses triton"),
+        (("--dtype", "int8"), "int8"),
+        (("--cu-seqlens", "0,x"), "0,x"),
+        (("--cu-seqlens", "3,4"), "3,4"),
+        (("ring_flash_attn_func", "--cu-seqlens", "0,5"), "0,5"),
+        (("--heads-k-stride", "3"), "heads_k_stride"),
+        (("ring_flash_attn_func", "--heads-k-stride", "1"), "no function gathers"),
+        (("--nheads", "3"), "multiple"),
+        (("--backend", "pigeon"), "pigeon"),
+        (("--backend", "nccl"), "nccl needs a GPU"),
+        (("--link", "nvlink4"), "only replays emulate"),
+        (("--replay", "--link", "string"), "string"),
+        (("--replay", "--backend", "gloo"), "without a group"),
+        (("--replay", "--timeout", "5"), "without a group"),
+        (("--timeout", "-1"), "--timeout must be positive"),
+        (("--device", "abacus"), "abacus"),
+        (("--world-size", "0"), "world-size"),
+        (("--json", "/dev/null/ring.json"), "cannot write"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: tuple[str, ...], words: str) -> None:
+    result = rfa(*SHAPE, "--device", "cpu", *arguments)
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.output.replace("│", " ").split())
+
+
+def test_help_has_examples() -> None:
+    output = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).output
+    assert "rfa ring zigzag_ring_flash_attn_func 'stripe_*'" in output
+
+
+# Ranks that fail.
+
+Body = Iterator[Any]
+NAMES = ("ring_flash_attn_func", "stripe_flash_attn_func", "zigzag_ring_flash_attn_func")
+
+
+def too_large(rank: int, world_size: int, *args: Any) -> Body:
+    """On every rank there is no memory for stripes."""
+    inner = on_rank.on_rank
+
+    def make(made: Target, place: Place) -> Any:
+        if "stripe" in made.name:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB.")
+        return inner(made, place)
+
+    on_rank.on_rank = make
+    yield from on_rank.measure_on_rank(rank, world_size, *args)
+
+
+def test_a_function_without_memory_gets_a_row_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(measure, "measure_on_rank", too_large)
+    result = rfa(*NAMES, *HERE, "--no-grad", "--json", str(tmp_path / "ring.json"))
+    assert result.exit_code == 0, result.output
+    assert "failed stripe_flash_attn_func\n  out of memory" in result.output
+    failed = [row.failed for row in load(tmp_path / "ring.json").rows]
+    assert failed == [None, None, "out of memory"]  # in the order of the API
+
+
+def dies_in_trial(rank: int, world_size: int, targets: Any, *args: Any) -> Body:
+    """Rank 1 is killed when it is to try stripes."""
+    for number, item in enumerate(on_rank.measure_on_rank(rank, world_size, targets, *args)):
+        if number < len(targets) and "stripe" in targets[number].name and rank == 1:
+            os._exit(9)
+        yield item
+
+
+def test_after_a_rank_has_died_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "measure_on_rank", dies_in_trial)
+    monkeypatch.setattr(measure.launch, "GRACE", 0.5)
+    result = rfa(*NAMES, *HERE, "--no-grad")
+    assert result.exit_code == 0, result.output
+    assert "rank 1: the process died without a word" in result.output
+    assert sum("reference" in line and "failed" in line for line in result.output.splitlines()) == 1
+
+
+def dies_in_a_round(rank: int, world_size: int, targets: Any, *args: Any) -> Body:
+    for number, item in enumerate(on_rank.measure_on_rank(rank, world_size, targets, *args)):
+        if number > len(targets) and rank == 1:
+            raise KeyError("a mistake on rank 1")
+        yield item
+
+
+def test_a_rank_that_dies_while_timing_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "measure_on_rank", dies_in_a_round)
+    monkeypatch.setattr(measure.launch, "GRACE", 0.5)
+    result = rfa(NAMES[0], *HERE, "--no-grad")
+    assert result.exit_code == 1
+    assert "while timing, rank 1: Traceback" in result.output
+    assert "a mistake on rank 1" in result.output
+
+
+def meets(rank: int, world_size: int) -> list[str]:
+    """What comes of trials: all done, all failed, and one failed."""
+    meeting, found = Meeting(CPU), []
+    for outcome in (DONE, "OutOfMemoryError", DONE if rank else "OutOfMemoryError"):
+        try:
+            meeting.agree_on("a function", outcome)
+            found.append("agreed")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_agree_on_what_failed(ranks: Callable[[int], Ranks]) -> None:
+    for first, second, third in ranks(2).run(meets):
+        assert (first, second) == ("agreed", "agreed")
+        assert 'outcome = "OutOfMemoryError" on rank 0' in third
+        assert f'outcome = "{DONE}" on rank 1' in third
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("world_size", [1, torch.cuda.device_count() + 1])
+def test_on_a_gpu_ranks_and_replays_are_timed(world_size: int, tmp_path: Path) -> None:
+    file = tmp_path / "ring.json"
+    sizes = ("--seqlen", "512", "--repeats", "2", "--world-size", str(world_size))
+    result = rfa("zigzag_ring_flash_attn_func", *sizes, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    rows = load(file).rows
+    assert [row.passes for row in rows] == [FORWARD, BOTH]
+    for row in rows:
+        check_row(row, world_size)
+        assert row.peak_bytes is not None
+        assert ("link" in row.placement) == (world_size > 1)
+        assert row.placement.get("backend") == (None if world_size > 1 else "cpu:gloo,cuda:nccl")
