@@ -18,6 +18,7 @@ from .kernels.base import Call, Grads, Kernel, Saved, State, as_block, as_direct
 from .kernels.merge import merge
 from .path import Only, Path
 from .plan import Payload, Side, Work
+from .trace import span
 from .walk import Field, Pool, Views, Walker, walk
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -41,11 +42,15 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A call, ready to run: its ranks in this process, the kernel, what the kernel must know."""
+    """A call, ready to run: its ranks in this process, the kernel, what the kernel must know.
+
+    `where` is for profilers: names of layout and route.
+    """
 
     ranks: tuple[Local, ...]
     kernel: Kernel
     call: Call
+    where: tuple[str, ...] = ("one device",)
 
 
 def attention(
@@ -102,7 +107,7 @@ def _by_rank(flat: Sequence[Tensor]) -> list[QKV]:
 
 def forward(job: Job, shards: Sequence[QKV], sink: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     """(out, lse) of each rank of this process, without autograd."""
-    with no_autocast(job.call.device):
+    with no_autocast(job.call.device), span(_pass_name, "forward", job):
         only = job.ranks[0].forward.only
         if len(job.ranks) == 1 and only is not None:
             result = _forward_at_once(job, only, shards[0], sink)
@@ -126,11 +131,12 @@ def backward(
     """From the gradients of (out, lse) of each rank those of sink and of (q, k, v) of each rank."""
     call = job.call
     dsink = None if sink is None else torch.zeros_like(sink, dtype=call.state_dtype)
-    with no_autocast(call.device):
+    with no_autocast(call.device), span(_pass_name, "backward", job):
         douts, kept = [], []
         for (out, lse), (dout, dlse) in zip(results, given, strict=True):
             douts.append(torch.zeros_like(out) if dout is None else dout)
-            kept.append(_saved(job, out, lse, douts[-1], dlse, sink is not None))
+            with span("delta"):
+                kept.append(_saved(job, out, lse, douts[-1], dlse, sink is not None))
             if sink is not None and dsink is not None:
                 dsink -= _sink_part(sink, lse, kept[-1].delta)
         only = job.ranks[0].backward.only
@@ -147,6 +153,10 @@ def backward(
             walk(walkers)
             grads = [walker.grads() for walker in walkers]
     return None if sink is None or dsink is None else dsink.to(sink.dtype), grads
+
+
+def _pass_name(direction: str, job: Job) -> str:
+    return f"{direction}: {' x '.join((*job.where, job.kernel.name))}"
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -182,11 +192,13 @@ def _forward_at_once(
     q, k, v = shard
     block = as_block(job.kernel)
     if block is not None and sink is None:
-        return block.alone(q, k, v, only.tiles, job.call)
+        with span("{.name} forward", job.kernel):
+            return block.alone(q, k, v, only.tiles, job.call)
     if as_direct(job.kernel) is None:
         return None
     out, lse = _empty_state(q, job.call, job.call.dtype, sink, only.covers_queries)
-    job.kernel.forward(q, k, v, only.tiles, State(out, lse), job.call)
+    with span("{.name} forward", job.kernel):
+        job.kernel.forward(q, k, v, only.tiles, State(out, lse), job.call)
     return out, lse
 
 
@@ -195,7 +207,8 @@ def _backward_at_once(job: Job, only: Only, shard: QKV, dout: Tensor, saved: Sav
     q, k, v = shard
     block = as_block(job.kernel)
     if block is not None:
-        return block.alone_backward(dout, q, k, v, only.tiles, saved, job.call)
+        with span("{.name} backward", job.kernel):
+            return block.alone_backward(dout, q, k, v, only.tiles, saved, job.call)
     if as_direct(job.kernel) is None:
         return None
     make_q = torch.empty_like if only.covers_queries else torch.zeros_like
@@ -207,7 +220,8 @@ def _backward_at_once(job: Job, only: Only, shard: QKV, dout: Tensor, saved: Sav
         make_k(v, memory_format=compact),
     )
     fresh = Grads(*grads, fresh_q=True, fresh_k=True)
-    job.kernel.backward(dout, q, k, v, only.tiles, saved, fresh, job.call)
+    with span("{.name} backward", job.kernel):
+        job.kernel.backward(dout, q, k, v, only.tiles, saved, fresh, job.call)
     return grads
 
 
@@ -276,8 +290,9 @@ class _Forward(Walker):
         if result is not None:
             result = self.fields[Payload.RESULT, Side.QUERY][0].of_heads(result, work.heads)
         out, lse = self.results(work, Side.QUERY)
-        state = State(out, lse, result)
-        self.job.kernel.forward(q, k, v, work.tiles, state, self.job.call.of_heads(*work.heads))
+        state, call = State(out, lse, result), self.job.call.of_heads(*work.heads)
+        with span("{.name} forward on rank {}", self.job.kernel, self.rank):
+            self.job.kernel.forward(q, k, v, work.tiles, state, call)
 
     def combine(self, side: Side, ours: Views, theirs: Views) -> None:
         merge(State(ours[0], ours[1]), theirs[0], theirs[1])
@@ -350,11 +365,13 @@ class _Backward(Walker):
         else:
             saved = Saved(lse, lse.new_empty(0), delta_or_out)
         grads = Grads(dq, dk, dv, fresh_q, fresh_k)
-        self.job.kernel.backward(dout, q, k, v, work.tiles, saved, grads, call)
+        with span("{.name} backward on rank {}", self.job.kernel, self.rank):
+            self.job.kernel.backward(dout, q, k, v, work.tiles, saved, grads, call)
 
     def combine(self, side: Side, ours: Views, theirs: Views) -> None:
-        for mine, other in zip(ours, theirs, strict=True):
-            mine += other
+        with span("add gradients"):
+            for mine, other in zip(ours, theirs, strict=True):
+                mine += other
 
     def clear(self, side: Side, views: Views) -> None:
         for view in views:

@@ -118,7 +118,8 @@ def run_on_group(
     comm.connect(group, q.device)  # whether or not this rank has anything to send
     if call.dropout_p:
         call = replace(call, seed=comm.share_seed(draw_seed(), group, q.device))
-    ((out, lse),) = attention(Job((local,), kernel, call), [(q, k, v)], opts.sink)
+    job = Job((local,), kernel, call, (_layout_name(problem), route))
+    ((out, lse),) = attention(job, [(q, k, v)], opts.sink)
     return _output(out, lse, opts.return_attn_probs, packed)
 
 
@@ -132,7 +133,8 @@ def virtual_job(route: str, problem: Problem, shards: Sequence[QKV], opts: Optio
     for local, (q, k, _) in zip(ranks, shards, strict=True):
         _check_shard(problem, local, q, k)
     call = _call(*shards[0], opts, problem)
-    return Job(ranks, choose_kernel(opts.kernel, call), call)
+    job = Job(ranks, choose_kernel(opts.kernel, call), call)
+    return job if len(ranks) == 1 else replace(job, where=(problem.layout.name, route))
 
 
 def rank_job(
@@ -158,7 +160,7 @@ def rank_job(
     local = replace(_plan(route, problem, rank, transport), pool=pool)
     _check_shard(problem, local, *shard[:2])
     call = _call(*shard, opts, problem)
-    return Job((local,), choose_kernel(opts.kernel, call), call)
+    return Job((local,), choose_kernel(opts.kernel, call), call, (problem.layout.name, route))
 
 
 def run_job(
@@ -197,6 +199,10 @@ def _planned(route: str, problem: AnyProblem, rank: int) -> tuple[Path, Path]:
     return Path(forward, asked), Path(backward, asked)
 
 
+def _layout_name(problem: AnyProblem) -> str:
+    return problem.layout.name if isinstance(problem, Problem) else "llama3"
+
+
 def _signature(
     route: str,
     problem: AnyProblem,
@@ -206,12 +212,10 @@ def _signature(
     same: Mapping[str, object],
 ) -> tuple[tuple[str, object], ...]:
     """What has to be equal on all ranks, hashable."""
-    layout, sources = "llama3", 1
-    if isinstance(problem, Problem):
-        layout, sources = problem.layout.name, problem.sources_per_launch
+    sources = problem.sources_per_launch if isinstance(problem, Problem) else 1
     slopes = None if call.alibi_slopes is None else tuple(call.alibi_slopes.shape)
     return (
-        ("layout", layout),
+        ("layout", _layout_name(problem)),
         ("route", route),
         ("kernel", kernel),
         ("device", call.device.type),

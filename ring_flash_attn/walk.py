@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .comm import Message, Transport
 from .path import Move, Path, Slot
-from .plan import Heads, Payload, Side, Transfer, Work
+from .plan import Heads, Payload, Side, Step, Transfer, Work
+from .trace import span
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ class Walker:
                 messages += [
                     Message(t, transfer.source, receive=True) for t in self._incoming(move)
                 ]
-        self._transport.post(messages)
+        with span(_post_name, self.rank, number, messages):
+            self._transport.post(messages)
 
     def compute(self, number: int) -> None:
         """Do the work of a step."""
@@ -140,7 +142,8 @@ class Walker:
 
     def finish(self, number: int) -> None:
         """Await the transfers of a step; add up results; give buffers back."""
-        self._transport.wait()
+        with span(_wait_name, self, number):
+            self._transport.wait()
         for move, buffers in self._arrivals:
             self._add(move, buffers)
         self._arrivals.clear()
@@ -297,9 +300,46 @@ def _cut(buffers: Iterable[Tensor], rows: Sequence[slice]) -> list[Tensor]:
 def walk(walkers: Sequence[Walker]) -> None:
     """Take all walkers of this process (one, or all virtual ranks) through their plans in step."""
     for number in range(len(walkers[0].plan.steps)):
-        for walker in walkers:
-            walker.post(number)
-        for walker in walkers:
-            walker.compute(number)
-        for walker in walkers:
-            walker.finish(number)
+        with span(_step_name, walkers, number):
+            for walker in walkers:
+                walker.post(number)
+            for walker in walkers:
+                walker.compute(number)
+            for walker in walkers:
+                walker.finish(number)
+
+
+def _step_name(walkers: Sequence[Walker], number: int) -> str:
+    """For profilers."""
+    if len(walkers) > 1:
+        return f"step {number} of {len(walkers)} virtual ranks"
+    plan = walkers[0].plan
+    return f"step {number}: {_shards(plan.steps[number], plan.rank)}"
+
+
+def _shards(step: Step, rank: int) -> str:
+    """Whose keys or queries a step is about, beside our own."""
+    for side, name in ((Side.KEY, "keys"), (Side.QUERY, "queries")):
+        owners = sorted({owner for work in step.work for owner in work.owners(side)})
+        if owners not in ([], [rank]):
+            many = "rank" if len(owners) == 1 else "ranks"
+            return f"{name} of {many} {', '.join(map(str, owners))}"
+    return "own keys" if step.work else "transfers alone"
+
+
+def _wait_name(walker: Walker, number: int) -> str:
+    """For profilers."""
+    moves = walker.path.moves[number]
+    return f"rank {walker.rank} waits for the transfers of step {number}" if moves else ""
+
+
+def _post_name(rank: int, number: int, messages: Sequence[Message]) -> str:
+    """For profilers."""
+    if not messages:
+        return ""
+    received = sum(message.receive for message in messages)
+    size = sum(message.tensor.nbytes for message in messages) / 1e6
+    return (
+        f"rank {rank} posts the transfers of step {number}: "
+        f"{len(messages) - received} sends, {received} receives, {size:.3g} MB"
+    )

@@ -27,6 +27,8 @@ HEAVY = (
     "transformers",
     "typer",
     "rich",
+    "plotly",
+    "playwright",
     "pytest",
     "hypothesis",
 )
@@ -35,17 +37,18 @@ HEAVY = (
 DATA = {"layout", "tiles", "pieces", "plan", "routes", "path"}
 ENGINE = {*DATA, "kernels", "comm", "walk", "attention", "checks"}
 ALLOWED: dict[str, set[str]] = {
+    "trace": set(),
     "layout": set(),
     "tiles": {"layout"},
     "pieces": {"layout"},
     "plan": {"layout", "tiles", "pieces"},
     "routes": {"layout", "tiles", "plan"},
     "path": {"tiles", "pieces", "plan"},
-    "kernels": {"layout", "tiles"},
-    "comm": set(),
+    "kernels": {"layout", "tiles", "trace"},
+    "comm": {"trace"},
     "checks": set(),
-    "walk": {*DATA, "comm"},
-    "attention": {*DATA, "checks", "comm", "kernels", "walk"},
+    "walk": {*DATA, "comm", "trace"},
+    "attention": {*DATA, "checks", "comm", "kernels", "walk", "trace"},
     "llama3": {*DATA, "checks"},
     "job": {*ENGINE, "llama3"},
     "entry": {*ENGINE, "llama3", "job"},

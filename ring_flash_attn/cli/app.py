@@ -9,6 +9,7 @@ from .compare import compare
 from .diff import diff
 from .draw import draw
 from .info import info
+from .profile import profile
 from .replay import replay
 from .ring import ring
 from .tune import tune
@@ -29,4 +30,5 @@ app.command()(replay)
 app.command()(bench)
 app.command()(compare)
 app.command()(ring)
+app.command()(profile)
 app.command()(diff)

@@ -20,6 +20,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ..trace import span
+
 MODES = ("off", "on", "values")
 PATIENCE = timedelta(seconds=60)
 
@@ -62,7 +64,8 @@ def agree(signature: Signature, group: ProcessGroup) -> None:
     known = _known[group]
     if signature in known.signatures:
         return
-    posted = _exchange(json.dumps(dict(signature)), group, known)
+    with span("ask whether all ranks make this call"):
+        posted = _exchange(json.dumps(dict(signature)), group, known)
     if len(set(posted.values())) > 1 or len(posted) < dist.get_world_size(group):
         raise ValueError(_describe(posted, dist.get_world_size(group)))
     known.signatures.add(signature)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..trace import span
 from .base import Message
 
 _connected: WeakSet[ProcessGroup] = WeakSet()  # NCCL groups that have run a collective of ours
@@ -73,11 +74,12 @@ def gather_shards(
     rank = dist.get_rank(group)
     parts = [local if r == rank else local.new_empty(shape) for r, shape in enumerate(shapes)]
     others = [r for r in range(len(shapes)) if r != rank]
-    transport.post(
-        [Message(parts[r], r, receive=True) for r in others]
-        + [Message(local, r, receive=False) for r in others]
-    )
-    transport.wait()
+    with span("gather the shards of {} ranks", len(shapes)):
+        transport.post(
+            [Message(parts[r], r, receive=True) for r in others]
+            + [Message(local, r, receive=False) for r in others]
+        )
+        transport.wait()
     return parts
 
 

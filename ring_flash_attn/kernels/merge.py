@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from ..trace import span
 from .base import State
 
 FIRST, LAST, BLOCK = 1, 2, 4
@@ -65,13 +66,14 @@ def merge_rows(
         rows: what to do with which rows; a plan hands out the same ones each time.
         sink: whether `state.lse` of rows marked FIRST is that of a sink.
     """
-    if _is_fused(state):
-        from .fused_merge import fused_merge
+    with span("merge"):
+        if _is_fused(state):
+            from .fused_merge import fused_merge
 
-        fused_merge(state, out, lse, offset, rows, sink)
-        return
-    for each in rows:
-        _merge_some(state, out, lse, offset, each, sink)
+            fused_merge(state, out, lse, offset, rows, sink)
+            return
+        for each in rows:
+            _merge_some(state, out, lse, offset, each, sink)
 
 
 def _is_fused(state: State) -> bool:

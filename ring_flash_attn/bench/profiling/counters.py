@@ -1,0 +1,167 @@
+"""What Nsight Compute's tables say: the counters that matter, for each kernel."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Line = Mapping[str, str]
+_FIRST, _KERNEL = "ID", "Kernel Name"
+_TIME = "gpu__time_duration.sum"  # ns
+_STALL = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
+_TENSOR = "pipe_tensor", ".pct_of_peak_sustained"
+
+METRICS = {  # a name of ours, and those that Nsight Compute's versions have for it
+    "sm_percent": ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
+    "memory_percent": ("gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",),
+    "dram_percent": (
+        "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+        "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+    ),
+    "dram_gbps": ("dram__bytes.sum.per_second",),  # bytes in a second
+    "l1_hit_percent": ("l1tex__t_sector_hit_rate.pct",),
+    "l2_hit_percent": ("lts__t_sector_hit_rate.pct",),
+    "occupancy_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
+    "registers": ("launch__registers_per_thread",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """One kernel, over all of its launches; None where there is no such counter.
+
+    Attributes:
+        name, launches: of the kernel.
+        ms: of all launches together; slower than alone, because counters are read.
+        sm_percent, memory_percent, dram_percent: of what processors, memory (with its caches) and
+            DRAM could do.
+        dram_gbps: 10⁹ bytes a second.
+        tensor_percent: of what the tensor cores could do.
+        l1_hit_percent, l2_hit_percent: of the caches.
+        occupancy_percent: warps that are there, of those that could be.
+        registers: of a thread.
+        stalls: warps that wait for each that issues, by reason, most first.
+    """
+
+    name: str
+    launches: int
+    ms: float
+    sm_percent: float | None
+    memory_percent: float | None
+    dram_percent: float | None
+    dram_gbps: float | None
+    l1_hit_percent: float | None
+    l2_hit_percent: float | None
+    occupancy_percent: float | None
+    registers: float | None
+    tensor_percent: float | None
+    stalls: tuple[tuple[str, float], ...]
+
+
+def read_lines(text: str) -> list[Line]:
+    """The lines of a table that `ncu --csv` printed, whatever it printed before it."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith(f'"{_FIRST}",'):
+            return list(csv.DictReader(lines[number:]))
+    return []
+
+
+def read_counters(text: str) -> tuple[Counters, ...]:
+    """From `ncu --page raw --csv --print-units base`: kernels, longest first.
+
+    Raises:
+        ValueError: there is no kernel in it.
+    """
+    by_kernel: dict[str, list[Line]] = defaultdict(list)
+    for line in read_lines(text):
+        if line[_FIRST]:  # the first line below the names has their units
+            by_kernel[line[_KERNEL]].append(line)
+    if not by_kernel:
+        raise ValueError("its table holds no kernel")
+    found = [_counters(name, lines) for name, lines in by_kernel.items()]
+    return tuple(sorted(found, key=lambda each: -each.ms))
+
+
+def _counters(name: str, lines: Sequence[Line]) -> Counters:
+    times = [_number(line.get(_TIME)) or 0.0 for line in lines]
+
+    def mean(read: Callable[[Line], float | None]) -> float | None:
+        """Weighted by time."""
+        pairs = [(value, t) for line, t in zip(lines, times) if (value := read(line)) is not None]
+        total = sum(t for _, t in pairs)
+        return sum(value * t for value, t in pairs) / total if total else None
+
+    values = {ours: mean(_reader(theirs)) for ours, theirs in METRICS.items()}
+    if values["dram_gbps"] is not None:
+        values["dram_gbps"] /= 1e9
+    reasons = {column for line in lines for column in line if _is_stall(column)}
+    stalls = {each: mean(_reader((each,))) for each in reasons}
+    named = [(_reason(each), value) for each, value in stalls.items() if value]
+    return Counters(
+        name,
+        len(lines),
+        sum(times) / 1e6,
+        **values,
+        tensor_percent=mean(_tensor),
+        stalls=tuple(sorted(named, key=lambda pair: -pair[1])),
+    )
+
+
+def _reader(names: Iterable[str]) -> Callable[[Line], float | None]:
+    def read(line: Line) -> float | None:
+        found = (_number(line.get(name)) for name in names)
+        return next((value for value in found if value is not None), None)
+
+    return read
+
+
+def _tensor(line: Line) -> float | None:
+    """Of all pipes of the tensor cores, which have other names on each GPU, the busiest."""
+    names = [name for name in line if all(part in name for part in _TENSOR)]
+    values = [value for name in names if (value := _number(line[name])) is not None]
+    return max(values, default=None)
+
+
+def _is_stall(name: str) -> bool:
+    return name.startswith(_STALL[0]) and name.endswith(_STALL[1])
+
+
+def _reason(name: str) -> str:
+    return name.removeprefix(_STALL[0]).removesuffix(_STALL[1]).replace("_", " ")
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float((text or "").replace(",", ""))
+    except ValueError:  # "n/a", or a word
+        return None
+
+
+def sections_text(text: str, sections: Sequence[str]) -> str:
+    """From `ncu --page details --csv`, for each launch some sections as plain lines.
+
+    Args:
+        text: what ncu printed.
+        sections: how the names of those that are wanted begin.
+    """
+    found: list[str] = []
+    launch = section = ""
+    for line in read_lines(text):
+        name = line.get("Section Name") or ""
+        if not name.startswith(tuple(sections)):
+            continue
+        if line[_FIRST] != launch:
+            launch, section = line[_FIRST], ""
+            found += ["", f"== launch {launch}: {line[_KERNEL]}"]
+        if name != section:
+            section = name
+            found += ["", f"{section}"]
+        if line.get("Metric Name"):
+            value = f"{line['Metric Value']} {line.get('Metric Unit') or ''}".strip()
+            found.append(f"  {line['Metric Name']:<44} {value}")
+        if line.get("Rule Description"):
+            found.append(f"  {line.get('Rule Type') or 'rule'}: {line['Rule Description']}")
+    return "\n".join(found).lstrip("\n") + "\n" if found else ""

@@ -1,0 +1,209 @@
+"""Findings: what is slow and why, each a sentence with its number, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...kernels.base import kernel_names
+from ..results import BOTH, Row
+from .facts import Facts
+from .roofline import COMPUTE, NEAR, NEITHER
+
+_IDLE, _SMALL, _HIDDEN = 0.1, 0.15, 0.9  # shares that are worth a word
+_MEASURABLE, _EXPOSED, _FASTER = 0.01, 0.05, 0.95
+_TENSOR, _OCCUPANCY = 60.0, 25.0  # percent
+_SHOWN = 60  # characters of a kernel's name
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A sentence with a number, and what to try, if anything."""
+
+    says: str
+    advice: str = ""
+
+
+def find(facts: Facts) -> list[Finding]:
+    """All of them, the most important ones first."""
+    makers = (_rate, _host, _idle, _kernels, _link, _counters, _memory, _others)
+    return [finding for make in makers for finding in make(facts)]
+
+
+def passes_name(passes: str) -> str:
+    """In words."""
+    return "forward and backward" if passes == BOTH else passes
+
+
+def short(name: str) -> str:
+    """A kernel's name, not longer than a table can bear."""
+    return name if len(name) <= _SHOWN else name[: _SHOWN - 1] + "…"
+
+
+def _rate(facts: Facts) -> Iterator[Finding]:
+    roof, peak = facts.main.roofline, facts.peak
+    who = "Forward and backward take" if facts.main.passes == BOTH else "Forward takes"
+    says = (
+        f"{who} {roof.ms:.3f} ms: {roof.tflops:.4g} TFLOP/s, {100 * roof.compute_share:.1f} % of "
+        f"the {peak.tflops:.4g} that a product of large matrices reaches here."
+    )
+    if roof.bound == COMPUTE:
+        yield Finding(
+            f"{says} It is compute-bound.",
+            "skip work that a mask makes useless, a faster kernel (`rfa compare`), or `rfa tune`",
+        )
+    elif roof.bound != NEITHER:
+        yield Finding(
+            f"{says} It is bandwidth-bound: {100 * roof.bandwidth_share:.1f} % of a copy's "
+            f"{peak.gbps:.4g} GB/s with the least traffic that there can be.",
+            "fewer passes over memory: fewer KV heads, a larger head dimension for the same work",
+        )
+    else:
+        yield Finding(
+            f"{says} Neither arithmetic nor memory is the limit (below {100 * NEAR:.0f} % of both; "
+            f"memory {100 * roof.bandwidth_share:.1f} %), but launches, latency or occupancy.",
+            "more work in a call: a larger batch, longer sequences, more heads",
+        )
+
+
+def _host(facts: Facts) -> Iterator[Finding]:
+    timed = facts.main
+    if facts.on_cpu:
+        return
+    share = timed.host_ms / timed.ms
+    says = f"The host queues in {timed.host_ms:.3f} ms what the device does in {timed.ms:.3f} ms"
+    if share > 1:
+        yield Finding(
+            f"{says}: a program that does nothing else is host-bound ({share:.1f} times as long).",
+            "larger calls, CUDA graphs, or torch.compile around the model",
+        )
+    else:
+        yield Finding(f"{says}: the host is not in the way.")
+
+
+def _idle(facts: Facts) -> Iterator[Finding]:
+    activity = facts.activity
+    if activity.on_device and activity.idle_share > _IDLE:
+        yield Finding(
+            f"In the trace the device ran nothing for {100 * activity.idle_share:.0f} % of the "
+            f"time ({activity.busy_ms:.3f} of {activity.span_ms:.3f} ms busy; the profiler slows "
+            "the host down).",
+            "look for the gaps in trace.json",
+        )
+
+
+def _kernels(facts: Facts) -> Iterator[Finding]:
+    kernels, total = facts.activity.kernels, facts.activity.kernels_ms
+    what = "kernel" if facts.activity.on_device else "operator"
+    first = kernels[0]
+    yield Finding(
+        f"The longest {what} is `{short(first.name)}`: {100 * first.ms / total:.0f} % of the time "
+        f"of all {what}s, in {first.calls // facts.activity.runs} calls a run.",
+        f"begin with it; everything else together is {100 * (1 - first.ms / total):.0f} %",
+    )
+    copies = sum(each.ms for each in kernels if _is_copy(each.name))
+    if copies / total > _SMALL:
+        yield Finding(
+            f"Copies, fills and conversions take {100 * copies / total:.0f} % of the time of all "
+            f"{what}s.",
+            "inputs that are contiguous and have the dtype of the computation",
+        )
+
+
+def _is_copy(name: str) -> bool:
+    return any(word in name.lower() for word in ("memcpy", "memset", "copy", "fill"))
+
+
+def _link(facts: Facts) -> Iterator[Finding]:
+    subject, timed, overlap = facts.subject, facts.main, facts.overlap
+    if subject.world_size == 1:
+        return
+    if overlap is None or timed.exposed_ms is None:
+        yield Finding(
+            "Communication was removed, so nothing is known about how well it is hidden.",
+            "the same with `--link nvlink4`",
+        )
+        return
+    yield Finding(
+        f"Of {overlap.transfers:.3f} ms of transfers over {subject.link}, "
+        f"{100 * overlap.hidden_share:.0f} % ran beside kernels of the steps "
+        f"({overlap.compute:.3f} ms of compute).",
+        ""
+        if overlap.hidden_share > _HIDDEN
+        else "`--sources-per-launch` of `rfa replay`, a faster link, or longer shards",
+    )
+    share = timed.exposed_ms / timed.ms
+    if share < _MEASURABLE:
+        yield Finding(f"The link adds nothing that can be measured ({timed.exposed_ms:.3f} ms).")
+        return
+    yield Finding(
+        f"The link adds {timed.exposed_ms:.3f} ms to the time without communication, "
+        f"{100 * share:.1f} % of all.",
+        "another layout or route (`rfa replay`)" if share > _EXPOSED else "",
+    )
+
+
+def _counters(facts: Facts) -> Iterator[Finding]:
+    if not facts.counters:
+        return
+    first = facts.counters[0]
+    name = f"`{short(first.name)}`"
+    if first.tensor_percent is not None and first.sm_percent is not None:
+        low = first.tensor_percent < _TENSOR
+        yield Finding(
+            f"{name} keeps the tensor cores {first.tensor_percent:.0f} % busy, and the processors "
+            f"{first.sm_percent:.0f} %.",
+            "other block sizes (`rfa tune`)" if low else "",
+        )
+    if first.dram_percent is not None:
+        yield Finding(f"{name} uses {first.dram_percent:.0f} % of the bandwidth of DRAM.")
+    if first.stalls:
+        reason, warps = first.stalls[0]
+        yield Finding(
+            f"Warps of {name} wait most for: {reason} ({warps:.2f} warps for each that issues).",
+            "the section Warp State Statistics in ncu_compute.txt",
+        )
+    if first.occupancy_percent is not None and first.occupancy_percent < _OCCUPANCY:
+        yield Finding(
+            f"{name} has {first.occupancy_percent:.0f} % of the warps that a processor could hold "
+            "(usual for attention on tensor cores).",
+            "only if stalls are the problem: fewer registers or smaller blocks",
+        )
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    size = facts.main.peak_bytes
+    if size is not None:
+        inputs = facts.main.roofline.bytes
+        yield Finding(
+            f"It holds {size / 2**20:.1f} MiB beyond inputs, outputs and gradients, "
+            f"{100 * size / inputs:.0f} % of the least that it reads and writes."
+        )
+
+
+def _others(facts: Facts) -> Iterator[Finding]:
+    """Against the fastest other implementation, on one device."""
+    rows = [row for row in facts.comparison if row.passes == facts.main.passes and row.ms]
+    ours = [row for row in rows if row.implementation == facts.subject.kernel]
+    others = [row for row in rows if row.implementation != facts.subject.kernel]
+    if not ours or not others:
+        return
+    best = min(others, key=_time)
+    ratio = _time(best) / _time(ours[0])
+    yield Finding(
+        f"The fastest other implementation on one device is {best.implementation}: "
+        f"{_time(best):.3f} ms, {ratio:.2f} times as long as {facts.subject.kernel}'s "
+        f"{_time(ours[0]):.3f} ms.",
+        _instead(best.implementation) if ratio < _FASTER else "",
+    )
+
+
+def _instead(name: str) -> str:
+    if name in kernel_names():
+        return f"`--kernel {name}`"
+    return "what it does otherwise; `rfa compare` shows all of them"
+
+
+def _time(row: Row) -> float:
+    assert row.ms is not None, "it was timed"
+    return row.ms

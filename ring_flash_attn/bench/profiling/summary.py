@@ -1,0 +1,186 @@
+"""SUMMARY.md: what is slow and why, with the numbers behind it; where to begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..results import Row
+from .activity import Used
+from .counters import Counters
+from .facts import Facts, Timed
+from .findings import find, passes_name, short
+
+_KERNELS, _RANGES, _STALLS = 12, 12, 3
+_NONE = "–"
+
+
+def summary(facts: Facts) -> str:
+    """The whole text."""
+    sections = (_head, _findings, _passes, _kernels, _overlap, _counters, _comparison, _files)
+    lines = [line for section in (*sections, _notes) for line in section(facts)]
+    return "\n".join(lines) + "\n"
+
+
+def _head(facts: Facts) -> Iterator[str]:
+    subject = facts.subject
+    yield f"# Profile of {subject}"
+    yield ""
+    tokens = "" if subject.world_size == 1 else " for each rank"
+    yield f"{subject.workload}{tokens}, on {facts.machine['device']}. Start here."
+    if subject.world_size > 1:
+        link = "communication is removed" if subject.link == "none" else f"link {subject.link}"
+        yield f"A replay: no other rank was there, what it receives is random data, {link}."
+    if facts.on_cpu:
+        yield "On the CPU these are times of the host, and say little about GPUs."
+
+
+def _findings(facts: Facts) -> Iterator[str]:
+    yield from ("", "## What is slow, and why", "")
+    for number, finding in enumerate(find(facts), 1):
+        advice = f" Try: {finding.advice}." if finding.advice else ""
+        yield f"{number}. {finding.says}{advice}"
+
+
+def _table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], cells: str = "---:"
+) -> Iterator[str]:
+    yield ""
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'|'.join(['---'] + [cells] * (len(head) - 1))}|"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+def _passes(facts: Facts) -> Iterator[str]:
+    yield from ("", "## Passes and the roofline")
+    head = ("pass", "ms", "host ms", "TFLOP/s", "% of matmul", "GB/s", "% of copy")
+    more = ("FLOP/byte", "bound by", "least ms", "exposed ms", "MiB")
+    yield from _table((*head, *more), map(_pass, facts.timed))
+    yield ""
+    roof = facts.main.roofline
+    yield (
+        f"Measured peaks: {facts.peak.tflops:.4g} TFLOP/s (product of large matrices), "
+        f"{facts.peak.gbps:.4g} GB/s (copy, bytes read and written). Above {roof.ridge:.0f} "
+        "FLOP/byte arithmetic is the limit, below it memory. GB/s is the least traffic that there "
+        "can be (inputs read once, results written once) over the time; least ms is what the "
+        "nearer limit allows. Medians of "
+        f"{facts.repeats} rounds."
+    )
+
+
+def _pass(timed: Timed) -> list[str]:
+    roof = timed.roofline
+    return [
+        passes_name(timed.passes),
+        f"{roof.ms:.3f}",
+        f"{timed.host_ms:.3f}",
+        f"{roof.tflops:.4g}",
+        f"{100 * roof.compute_share:.1f}",
+        f"{roof.gbps:.4g}",
+        f"{100 * roof.bandwidth_share:.1f}",
+        f"{roof.intensity:.0f}",
+        roof.bound,
+        f"{roof.least_ms:.3f}",
+        _NONE if timed.exposed_ms is None else f"{timed.exposed_ms:.3f}",
+        _NONE if timed.peak_bytes is None else f"{timed.peak_bytes / 2**20:.1f}",
+    ]
+
+
+def _kernels(facts: Facts) -> Iterator[str]:
+    activity, runs = facts.activity, facts.activity.runs
+    what = "kernel" if activity.on_device else "operator"
+
+    def rows(used: Sequence[Used], most: int) -> Iterator[list[str]]:
+        for each in used[:most]:
+            share = 100 * each.ms / activity.kernels_ms
+            name, calls = f"`{short(each.name)}`", f"{each.calls / runs:g}"
+            yield [name, calls, f"{each.ms / runs:.3f}", f"{share:.1f}"]
+
+    yield from ("", f"## {what.capitalize()}s", "")
+    busy = ", ".join(f"{name}: {ms:.3f} ms" for name, ms in activity.streams.items())
+    yield (
+        f"Of {passes_name(facts.main.passes)}, {runs} runs in a row under torch.profiler: busy "
+        f"{activity.busy_ms:.3f} of {activity.span_ms:.3f} ms"
+        + (f"; streams {busy}." if activity.on_device else ". Without what they call themselves.")
+    )
+    yield from _table((what, "calls a run", "ms a run", "%"), rows(activity.kernels, _KERNELS))
+    if activity.ranges:
+        yield from ("", "Ranges of this library, host time with all that is inside:")
+        named = ([r[0], r[1], r[2]] for r in rows(activity.ranges, _RANGES))
+        yield from _table(("range", "calls a run", "ms a run"), named)
+
+
+def _overlap(facts: Facts) -> Iterator[str]:
+    overlap = facts.overlap
+    if overlap is None:
+        return
+    yield from ("", "## Communication and compute", "", "One run, forward and backward.")
+    head = ("compute ms", "transfers ms", "at the same time", "hidden %", "from start to end")
+    values = (overlap.compute, overlap.transfers, overlap.both)
+    cells = [*(f"{each:.3f}" for each in values), f"{100 * overlap.hidden_share:.1f}"]
+    yield from _table(head, [[*cells, f"{overlap.span:.3f}"]])
+
+
+def _counters(facts: Facts) -> Iterator[str]:
+    if not facts.counters:
+        return
+    yield from ("", "## Hardware counters (Nsight Compute)")
+    head = ("kernel", "launches", "ms", "processors %", "tensor cores %", "memory %", "DRAM %")
+    more = ("DRAM GB/s", "L1 hits %", "L2 hits %", "occupancy %", "registers", "waits most for")
+    yield from _table((*head, *more), map(_counter, facts.counters[:_KERNELS]))
+
+
+def _counter(each: Counters) -> list[str]:
+    numbers = (
+        each.sm_percent,
+        each.tensor_percent,
+        each.memory_percent,
+        each.dram_percent,
+        each.dram_gbps,
+        each.l1_hit_percent,
+        each.l2_hit_percent,
+        each.occupancy_percent,
+        each.registers,
+    )
+    stalls = ", ".join(f"{reason} {warps:.2f}" for reason, warps in each.stalls[:_STALLS])
+    shown = [_NONE if number is None else f"{number:.4g}" for number in numbers]
+    return [f"`{short(each.name)}`", str(each.launches), f"{each.ms:.3f}", *shown, stalls or _NONE]
+
+
+def _comparison(facts: Facts) -> Iterator[str]:
+    yield from ("", "## Other implementations, on one device")
+    if facts.subject.world_size > 1:
+        yield from ("", "A rank's own tokens alone, without the others' keys.")
+    rows = [row for row in facts.comparison if row.passes == facts.main.passes]
+    able = sorted((row for row in rows if row.ms is not None), key=lambda row: row.ms or 0.0)
+    yield from _table(("implementation", "ms", "TFLOP/s", "MiB"), map(_row, able))
+    yield ""
+    for row in rows:
+        if row.failed is not None:
+            yield f"- {row.implementation}: no, {row.failed}"
+
+
+def _row(row: Row) -> list[str]:
+    memory = _NONE if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}"
+    return [row.implementation, f"{row.ms:.3f}", f"{row.tflops:.4g}", memory]
+
+
+def _files(facts: Facts) -> Iterator[str]:
+    yield from ("", "## Files")
+    there = [part for part in facts.parts if part.missing is None]
+    rows = ([f"`{part.name}`", part.holds, part.opened] for part in there)
+    yield from _table(("file", "what is in it", "how to open it"), rows, "---")
+    missing = [part for part in facts.parts if part.missing is not None]
+    if missing:
+        yield from ("", "## What is missing", "")
+        for part in missing:
+            yield f"- `{part.name}` ({part.holds}): {part.missing}."
+
+
+def _notes(facts: Facts) -> Iterator[str]:
+    yield from ("", "## How it was measured", "")
+    yield "- Times: without any profiler, behind work that lasts while they are queued (GPU)."
+    yield "- Trace, memory and counters: runs of their own, which profilers slow down."
+    yield "- The ranges of the trace are named by this library; RFA_NVTX=1 turns them on anywhere."
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    yield f"- Versions: {versions}."

@@ -1,0 +1,167 @@
+"""Running Nsight Systems and Nsight Compute, and what becomes of that."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import parts
+from .commands import (
+    child_command,
+    ncu_command,
+    ncu_table_command,
+    nsys_command,
+    nsys_stats_command,
+)
+from .counters import Counters, read_counters, sections_text
+from .parts import PARTS, Part
+from .subject import Subject
+
+_NSYS_RUNS, _NCU_RUNS = 3, 1
+_SECONDS = 900.0
+_LINES = 6  # of a tool's own words
+_ABOUT_MEMORY = ("GPU Speed Of Light", "Memory Workload")
+_ABOUT_COMPUTE = (
+    "GPU Speed Of Light",
+    "Compute Workload",
+    "Warp State",
+    "Scheduler",
+    "Occupancy",
+    "Launch",
+)
+_NO_PERMISSION = "ERR_NVGPUCTRPERM"
+_PERMISSION = (
+    "The driver lets administrators alone read the counters. Run as root, or let everybody: "
+    "`options nvidia NVreg_RestrictProfilingToAdminUsers=0` in a file of /etc/modprobe.d, and "
+    "restart; in a container add `--cap-add SYS_ADMIN`."
+)
+
+
+class ToolFailed(Exception):
+    """A tool did not do what it should; the message has its own words."""
+
+
+def run_tool(command: Sequence[str]) -> str:
+    """What it prints; ToolFailed if it cannot be run, fails or takes too long."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=_environment(),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ToolFailed(f"{command[0]} cannot be run: {error.strerror}") from None
+    text = _heard(process, command[0])
+    if process.returncode:
+        raise ToolFailed(f"{command[0]} failed ({process.returncode}): {own_words(text)}")
+    return text
+
+
+def _heard(process: subprocess.Popen[str], name: str) -> str:
+    """What it prints until its end; if we stop before that, so do all processes that it started."""
+    try:
+        return process.communicate(timeout=_SECONDS)[0]
+    except BaseException as error:  # Ctrl-C as well
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise ToolFailed(f"{name} took more than {_SECONDS:g} s") from None
+        raise
+
+
+def _environment() -> dict[str, str]:
+    """Ours; the child finds this package even where it is not installed."""
+    package = str(Path(__file__).resolve().parents[3])
+    paths = [package, os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def own_words(text: str) -> str:
+    """The tool's lines about an error, or its last ones; and what to do about missing rights."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "ERR" in line or "error" in line.lower()]
+    said = " / ".join((errors or lines)[-_LINES:]) or "it said nothing"
+    return f"{said} {_PERMISSION}" if _NO_PERMISSION in text else said
+
+
+def _recorded(command: Sequence[str], report: Path) -> str:
+    """Run a tool that has to leave a report."""
+    said = run_tool(command)
+    if not report.is_file():
+        raise ToolFailed(f"{command[0]} left no report: {own_words(said)}")
+    return said
+
+
+def _why_not(tool: str, name: str, subject: Subject) -> str | None:
+    if subject.device.type != "cuda":
+        return f"{name} looks at NVIDIA GPUs; this ran on the CPU"
+    return None if shutil.which(tool) else f"{tool} ({name}) is not installed or not on PATH"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a tool left: files, or why they are missing; and counters."""
+
+    parts: tuple[Part, ...]
+    counters: tuple[Counters, ...] = ()
+
+
+def use_nsys(subject: Subject, folder: Path, report: Callable[[str], None]) -> Found:
+    """Run Nsight Systems, if it is there."""
+    recorded, stats = PARTS[parts.NSYS], PARTS[parts.NSYS_STATS]
+    reason = _why_not("nsys", "Nsight Systems", subject)
+    if reason is not None:
+        return Found((recorded.without(reason), stats.without(reason)))
+    report("Nsight Systems")
+    try:
+        _recorded(nsys_command(folder, child_command(subject, _NSYS_RUNS)), folder / parts.NSYS)
+    except ToolFailed as error:
+        return Found((recorded.without(str(error)), stats.without("there is no report")))
+    try:
+        text = run_tool(nsys_stats_command(folder))
+    except ToolFailed as error:
+        return Found((recorded, stats.without(str(error))))
+    finally:
+        (folder / parts.NSYS).with_suffix(".sqlite").unlink(missing_ok=True)
+    (folder / parts.NSYS_STATS).write_text(text, encoding="utf-8")
+    return Found((recorded, stats))
+
+
+def use_ncu(subject: Subject, folder: Path, report: Callable[[str], None]) -> Found:
+    """Run Nsight Compute, if it is there."""
+    recorded = PARTS[parts.NCU]
+    texts = PARTS[parts.NCU_MEMORY], PARTS[parts.NCU_COMPUTE]
+    reason = _why_not("ncu", "Nsight Compute", subject)
+    if reason is not None:
+        return Found(tuple(part.without(reason) for part in (recorded, *texts)))
+    report("Nsight Compute, which runs each kernel many times")
+    try:
+        _recorded(ncu_command(folder, child_command(subject, _NCU_RUNS)), folder / parts.NCU)
+    except ToolFailed as error:
+        missing = [part.without("there is no report") for part in texts]
+        return Found((recorded.without(str(error)), *missing))
+    try:
+        counters = read_counters(run_tool(ncu_table_command(folder, "raw")))
+        details = run_tool(ncu_table_command(folder, "details"))
+    except (ToolFailed, ValueError) as error:
+        missing = [part.without(f"the report cannot be read: {error}") for part in texts]
+        return Found((recorded, *missing))
+    wanted = zip(texts, (_ABOUT_MEMORY, _ABOUT_COMPUTE), strict=True)
+    return Found((recorded, *(_written(p, folder, details, s) for p, s in wanted)), counters)
+
+
+def _written(part: Part, folder: Path, details: str, sections: Sequence[str]) -> Part:
+    text = sections_text(details, sections)
+    if not text:
+        return part.without("ncu's table has none of these sections")
+    (folder / part.name).write_text(text, encoding="utf-8")
+    return part

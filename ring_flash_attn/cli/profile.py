@@ -1,0 +1,135 @@
+"""`rfa profile`: a folder that says why a call takes as long as it does."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import routes as _routes  # registers them
+from ..bench import LINKS
+from ..bench.link import NONE
+from ..bench.machine import find_device
+from ..bench.profiling.choice import make_subject
+from ..bench.profiling.findings import find
+from ..bench.profiling.parts import SUMMARY, prepare_folder
+from ..bench.profiling.run import Context, results
+from ..bench.profiling.run import profile as run_profile
+from ..bench.results import check_output
+from ..bench.workload import Workload
+from ..kernels.base import AUTO, NATIVE, kernel_names
+from ..layout import layout_names
+from ..plan import route_names
+from .measuring import ON_CPU, Device, JsonFile, NoGrad, Repeats, repeats_on, write
+from .screen import screen, status
+from .workloads import (
+    Batch,
+    Causal,
+    Dtype,
+    Headdim,
+    Nheads,
+    NheadsK,
+    Preset,
+    Seqlen,
+    Window,
+    make_workloads,
+    without_gradients,
+)
+
+del _routes
+
+
+def profile(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the files.")] = Path(
+        "profile_results"
+    ),
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an earlier profile in the folder.")
+    ] = False,
+    batch: Batch = None,
+    seqlen: Seqlen = None,
+    nheads: Nheads = None,
+    nheads_k: NheadsK = None,
+    headdim: Headdim = None,
+    causal: Causal = None,
+    window: Window = None,
+    dtype: Dtype = None,
+    preset: Preset = None,
+    kernel: Annotated[
+        str, typer.Option(help=f"One of {', '.join((AUTO, NATIVE, *kernel_names()))}.")
+    ] = AUTO,
+    world_size: Annotated[
+        int, typer.Option(min=1, help="More than 1: a rank of so many, replayed on this device.")
+    ] = 1,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Which rank; by default the one with most to do.")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help=f"Of ranks: {', '.join(layout_names())}; default zigzag.")
+    ] = None,
+    route: Annotated[
+        str | None, typer.Option(help=f"Of ranks: {', '.join(route_names())}; default ring.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help=f"Emulated: {', '.join(LINKS)}; default {NONE}: communication removed."),
+    ] = None,
+    repeats: Repeats = None,
+    no_grad: NoGrad = False,
+    device: Device = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Find out what is slow and why; the folder's SUMMARY.md is where to begin.
+
+    Times against measured peaks, a trace, the memory, all other implementations, and what Nsight
+    Systems (nsys) and Nsight Compute (ncu) find where they are installed.
+
+    \b
+    rfa profile --preset llama3-8b
+    rfa profile --seqlen 16384 --nheads 32 --nheads-k 8 --headdim 128 --causal -o long --force
+    rfa profile --preset llama3-8b --world-size 8 --layout zigzag --route ring --link nvlink4
+    rfa profile --seqlen 128 --device cpu --no-grad
+    """
+    numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
+    numbers |= {"nheads": nheads, "nheads_k": nheads_k}
+    try:
+        check_output(json_file)
+        where = find_device(device, "a profile")
+        workload = _single(make_workloads(preset, numbers, causal, window, dtype))
+        subject = make_subject(
+            workload,
+            where,
+            kernel,
+            grad=not without_gradients(preset, no_grad),
+            world_size=world_size,
+            rank=rank,
+            layout=layout,
+            route=route,
+            link=link,
+        )
+        prepare_folder(output, force)
+    except (ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console, command = screen(), shlex.join(["rfa", *sys.argv[1:]])
+    with status(console, f"profiling {subject}") as report:
+        facts = run_profile(subject, Context(output, repeats_on(where, repeats), command, report))
+    console.print(f"{subject}: {workload}", markup=False)
+    for number, finding in enumerate(find(facts), 1):
+        advice = f" Try: {finding.advice}." if finding.advice else ""
+        console.print(f"{number}. {finding.says}{advice}", markup=False)
+    for part in facts.parts:
+        if part.missing is not None:
+            console.print(f"no {part.name}: {part.missing}", markup=False)
+    if facts.on_cpu:
+        console.print(ON_CPU, markup=False)
+    console.print(f"wrote {output / SUMMARY}: start there", markup=False, soft_wrap=True)
+    write(console, results(facts, command), json_file)
+
+
+def _single(workloads: list[Workload]) -> Workload:
+    if len(workloads) > 1:
+        raise ValueError(f"{len(workloads)} workloads: a profile is of one")
+    return workloads[0]

@@ -1,0 +1,610 @@
+"""`rfa profile`: what its numbers mean, what tools are asked for, and what lands in the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+from ring_flash_attn.bench.machine import Peak
+from ring_flash_attn.bench.profiling import child, parts, run, tools
+from ring_flash_attn.bench.profiling.activity import (
+    Activity,
+    Overlap,
+    Used,
+    common,
+    length,
+    overlap,
+    read_trace,
+    union,
+)
+from ring_flash_attn.bench.profiling.choice import make_subject
+from ring_flash_attn.bench.profiling.commands import (
+    SECTIONS,
+    child_command,
+    ncu_command,
+    ncu_table_command,
+    nsys_command,
+    nsys_stats_command,
+)
+from ring_flash_attn.bench.profiling.counters import read_counters, sections_text
+from ring_flash_attn.bench.profiling.facts import Facts, Timed
+from ring_flash_attn.bench.profiling.findings import find, short
+from ring_flash_attn.bench.profiling.parts import PARTS, prepare_folder
+from ring_flash_attn.bench.profiling.roofline import BANDWIDTH, COMPUTE, NEITHER, Roofline
+from ring_flash_attn.bench.profiling.subject import Subject
+from ring_flash_attn.bench.profiling.summary import summary
+from ring_flash_attn.bench.results import BOTH, FORWARD, REPLAY, Row, load
+from ring_flash_attn.bench.timeline import COMPUTE as COMPUTE_LANE
+from ring_flash_attn.bench.timeline import TRANSFERS, Bar
+from ring_flash_attn.bench.workload import Workload
+from ring_flash_attn.cli.profile import profile
+
+CPU = torch.device("cpu")
+SMALL = Workload(1, 12, 4, 2, 8, True, (-1, -1), torch.float32)
+ON_GPU = Subject(SMALL, torch.device("cuda", 0), "triton")
+app = typer.Typer()
+app.command()(profile)
+
+
+def ranks(**changes: Any) -> Subject:
+    return make_subject(
+        SMALL, CPU, "reference", **{"world_size": 3, "layout": "contiguous"} | changes
+    )
+
+
+# Subjects.
+
+
+def test_what_a_call_comes_to() -> None:
+    subject = make_subject(SMALL, CPU, "auto")
+    assert subject.kernel == "reference"
+    flops = 4 * 4 * (12 * 13 // 2) * 8
+    assert (subject.flops(FORWARD), subject.flops(BOTH)) == (flops, 3.5 * flops)
+    q, k, lse = 12 * 4 * 8 * 4, 12 * 2 * 8 * 4, 12 * 4 * 4
+    assert subject.least_bytes(FORWARD) == 2 * q + 2 * k + lse
+    assert subject.least_bytes(BOTH) == 2 * q + 2 * k + lse + 4 * q + 4 * k + lse
+
+
+def test_what_a_rank_comes_to() -> None:
+    """The last rank of a causal sequence sees everything, and gets all keys and values."""
+    subject = ranks()
+    assert subject.rank == 2
+    pairs = 12 * 13 // 2 + 2 * 12 * 12
+    assert subject.flops(FORWARD) == 4 * 4 * pairs * 8
+    received = 2 * (2 * 12 * 2 * 8 * 4)  # k and v of two ranks
+    alone = make_subject(SMALL, CPU, "reference")
+    assert subject.least_bytes(FORWARD) - alone.least_bytes(FORWARD) == received
+    assert ranks(rank=0).flops(FORWARD) == alone.flops(FORWARD)
+
+
+@pytest.mark.parametrize("subject", [make_subject(SMALL, CPU, "auto", grad=False), ranks()])
+def test_another_process_gets_the_same_subject(subject: Subject) -> None:
+    assert Subject.from_dict(json.loads(json.dumps(subject.to_dict()))) == subject
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kernel": "magic"}, "magic"),
+        ({"layout": "zigzag"}, "layout 'zigzag' needs a world_size"),
+        ({"rank": 0}, "rank 0 needs a world_size"),
+        ({"link": "nvlink4"}, "link 'nvlink4' needs a world_size"),
+        ({"world_size": 2, "layout": "spiral"}, "spiral"),
+        ({"world_size": 2, "route": "teleport"}, "teleport"),
+        ({"world_size": 2, "link": "string"}, "string"),
+        ({"world_size": 2, "rank": 2}, "rank 2 is not one of"),
+        ({"world_size": 0}, "world_size must be positive"),
+        ({"world_size": 2, "workload": replace(SMALL, window=(3, 0))}, "no windows"),
+    ],
+)
+def test_wrong_subjects_are_refused(changes: dict[str, Any], words: str) -> None:
+    given = {"workload": SMALL, "device": CPU, "kernel": "reference"} | changes
+    with pytest.raises(ValueError, match=words):
+        make_subject(**given)
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize(
+    ("ms", "flops", "size", "bound", "least"),
+    [
+        (1.0, 8e9, 1e6, COMPUTE, 0.8),
+        (1.0, 1e9, 9e7, BANDWIDTH, 0.9),
+        (1.0, 1e9, 1e7, NEITHER, 0.1),
+    ],
+)
+def test_the_roofline(ms: float, flops: float, size: float, bound: str, least: float) -> None:
+    """Against 10 TFLOP/s and 100 GB/s: the limits meet at 100 FLOP for a byte."""
+    roof = Roofline(ms, flops, size, Peak(10.0, 100.0))
+    assert roof.ridge == 100
+    assert roof.tflops == pytest.approx(flops / 1e9)
+    assert roof.gbps == pytest.approx(size / 1e6)
+    assert roof.least_ms == pytest.approx(least)
+    assert roof.bound == bound
+
+
+def event(category: str, name: str, start: float, duration: float, **more: Any) -> dict[str, Any]:
+    times = {"ph": "X", "ts": start, "dur": duration}
+    return {"cat": category, "name": name, **times, **more}
+
+
+def write_trace(path: Path, *events: dict[str, Any]) -> Path:
+    path.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}))
+    return path
+
+
+def test_a_trace_of_a_gpu(tmp_path: Path) -> None:
+    trace = write_trace(
+        tmp_path / "trace.json",
+        event("kernel", "attend", 1000, 400, args={"stream": 7}),
+        event("kernel", "attend", 1600, 400, args={"stream": 7}),
+        event("gpu_memcpy", "Memcpy DtoD", 1300, 200, args={"stream": 9}),
+        event("cpu_op", "aten::mul", 0, 5000, tid=1),
+        event("user_annotation", "step 0", 0, 700),
+        event("gpu_user_annotation", "step 0", 1000, 900),
+    )
+    found = read_trace(trace, 2)
+    assert found.on_device
+    assert [(used.name, used.calls) for used in found.kernels] == [
+        ("attend", 2),
+        ("Memcpy DtoD", 1),
+    ]
+    assert [used.ms for used in found.kernels] == pytest.approx([0.8, 0.2])
+    assert found.ranges == (Used("step 0", 1, 0.7),)
+    assert found.busy_ms == pytest.approx(0.9)
+    assert found.span_ms == pytest.approx(1.0)
+    assert found.idle_share == pytest.approx(0.1)
+    assert found.streams == {"7": pytest.approx(0.8), "9": pytest.approx(0.2)}
+
+
+def test_a_trace_of_a_host_counts_what_operators_call_once(tmp_path: Path) -> None:
+    trace = write_trace(
+        tmp_path / "trace.json",
+        event("cpu_op", "outer", 0, 1000, tid=1),
+        event("cpu_op", "inner", 100, 300, tid=1),
+        event("cpu_op", "leaf", 150, 100, tid=1),
+        event("cpu_op", "inner", 500, 100, tid=1),
+        event("cpu_op", "inner", 900, 400, tid=2),
+    )
+    found = read_trace(trace, 1)
+    assert not found.on_device
+    times = {used.name: (used.calls, pytest.approx(used.ms)) for used in found.kernels}
+    assert times == {"outer": (1, 0.6), "inner": (3, 0.7), "leaf": (1, 0.1)}
+    assert found.busy_ms == pytest.approx(1.3)
+
+
+def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no kernel"):
+        read_trace(write_trace(tmp_path / "trace.json"), 1)
+
+
+def test_intervals() -> None:
+    assert union([(4, 5), (0, 2), (1, 3), (3, 3.5)]) == [(0, 3.5), (4, 5)]
+    assert length([(0, 3.5), (4, 5)]) == 4.5
+    assert common([(0, 3), (4, 6)], [(2, 5), (8, 9)]) == 2
+
+
+def test_overlap_of_a_timeline() -> None:
+    bars = (
+        Bar(COMPUTE_LANE, "forward", "0", 0.0, 4.0),
+        Bar(TRANSFERS, "forward", "0", 1.0, 5.0),
+        Bar(COMPUTE_LANE, "backward", "1", 5.0, 8.0),
+    )
+    found = overlap(bars)
+    assert found == Overlap(7.0, 4.0, 3.0, 8.0)
+    assert found.hidden_share == 0.75
+
+
+# Nsight's tools.
+
+RAW = """==PROF== Connected to process 42
+"ID","Process ID","Kernel Name","gpu__time_duration.sum",\
+"sm__throughput.avg.pct_of_peak_sustained_elapsed","dram__bytes.sum.per_second",\
+"dram__throughput.avg.pct_of_peak_sustained_elapsed",\
+"sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active",\
+"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",\
+"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",\
+"launch__registers_per_thread"
+"","","","ns","%","byte/second","%","%","%","inst","inst","register/thread"
+"0","42","delta","1,000","5","1,000,000,000","2","n/a","","0.5","0.1","32"
+"1","42","attend","300,000","80","2,000,000,000,000","40","70","60","1.5","2.5","168"
+"2","42","attend","100,000","40","1,000,000,000,000","20","30","60","1.5","0.5","168"
+"""
+DETAILS = """"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value",\
+"Rule Name","Rule Type","Rule Description"
+"0","attend","GPU Speed Of Light Throughput","DRAM Throughput","%","35.00","","",""
+"0","attend","Memory Workload Analysis","L2 Hit Rate","%","88.10","","",""
+"0","attend","Compute Workload Analysis","SM Busy","%","77.00","","",""
+"0","attend","Warp State Statistics","","","","WarpRule","OPT","Warps wait for a barrier."
+"1","delta","Memory Workload Analysis","L2 Hit Rate","%","12.00","","",""
+"""
+
+
+def test_counters_of_each_kernel() -> None:
+    attend, delta = read_counters(RAW)
+    assert (attend.name, attend.launches, attend.ms) == ("attend", 2, 0.4)
+    assert attend.sm_percent == pytest.approx(70)  # weighted by time
+    assert attend.dram_gbps == pytest.approx(1750)
+    assert attend.tensor_percent == pytest.approx((70 * 3 + 60) / 4)
+    assert attend.registers == 168
+    assert attend.stalls == (
+        ("long scoreboard", pytest.approx(2.0)),
+        ("barrier", pytest.approx(1.5)),
+    )
+    assert delta.tensor_percent is None
+    assert delta.occupancy_percent is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "==WARNING== No kernels were profiled.", RAW.split('"0",')[0]]
+)
+def test_a_table_without_kernels_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no kernel"):
+        read_counters(text)
+
+
+def test_sections_as_plain_lines() -> None:
+    memory = sections_text(DETAILS, ("Memory Workload",)).split()
+    assert " ".join(memory) == (
+        "== launch 0: attend Memory Workload Analysis L2 Hit Rate 88.10 % "
+        "== launch 1: delta Memory Workload Analysis L2 Hit Rate 12.00 %"
+    )
+    assert "OPT: Warps wait for a barrier." in sections_text(DETAILS, ("Compute", "Warp"))
+    assert sections_text(DETAILS, ("Roofline",)) == ""
+
+
+def test_commands(tmp_path: Path) -> None:
+    ours = child_command(ON_GPU, 3)
+    assert ours[1:3] == ["-m", "ring_flash_attn.bench.profiling.child"]
+    assert Subject.from_dict(json.loads(ours[3])) == ON_GPU
+    assert ours[4] == "3"
+    nsys = nsys_command(tmp_path, ours)
+    assert nsys[:2] == ["nsys", "profile"]
+    assert nsys[-5:] == ours
+    assert {"--capture-range=cudaProfilerApi", f"--output={tmp_path}/nsys"} <= set(nsys)
+    assert nsys_stats_command(tmp_path)[-1] == f"{tmp_path}/nsys.nsys-rep"
+    ncu = ncu_command(tmp_path, ours)
+    assert ncu[ncu.index("--profile-from-start") + 1] == "off"
+    assert ncu[ncu.index("--export") + 1] == f"{tmp_path}/ncu"
+    asked = [ncu[i + 1] for i, word in enumerate(ncu) if word == "--section"]
+    assert tuple(asked) == SECTIONS
+    assert {"MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "WarpStateStats"} < set(asked)
+    assert ncu[-5:] == ours
+    table = ncu_table_command(tmp_path, "raw")
+    assert table[table.index("--import") + 1] == f"{tmp_path}/ncu.ncu-rep"
+    assert table[table.index("--page") + 1] == "raw"
+
+
+def fake(folder: Path, name: str, script: str) -> None:
+    """An executable of this name."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that comes first where programs are looked for, and is the only one for Nsight's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    return folder
+
+
+def use(tool: str, folder: Path) -> tools.Found:
+    return {"nsys": tools.use_nsys, "ncu": tools.use_ncu}[tool](ON_GPU, folder, lambda line: None)
+
+
+def missing(found: tools.Found) -> dict[str, str | None]:
+    return {part.name: part.missing for part in found.parts}
+
+
+def test_nsys_leaves_a_report_and_its_tables(path: Path, tmp_path: Path) -> None:
+    script = """case "$1" in
+profile) for word in "$@"; do case "$word" in --output=*) out="${word#--output=}";; esac; done
+  echo report > "$out.nsys-rep";;
+stats) echo "Time (%)  Name"; touch "${3%.nsys-rep}.sqlite";;
+esac"""
+    fake(path, "nsys", script)
+    assert set(missing(use("nsys", tmp_path)).values()) == {None}
+    assert (tmp_path / "nsys_stats.txt").read_text() == "Time (%)  Name\n"
+    assert not (tmp_path / "nsys.sqlite").exists()
+
+
+NCU = """page=""
+while [ $# -gt 0 ]; do
+  case "$1" in --export) echo report > "$2.ncu-rep"; exit 0;; --page) page="$2";; esac
+  shift
+done
+cat "$(dirname "$0")/$page.csv"
+"""
+
+
+def test_ncu_leaves_a_report_tables_and_counters(path: Path, tmp_path: Path) -> None:
+    fake(path, "ncu", NCU)
+    (path / "raw.csv").write_text(RAW)
+    (path / "details.csv").write_text(DETAILS)
+    found = use("ncu", tmp_path)
+    assert set(missing(found).values()) == {None}
+    assert [each.name for each in found.counters] == ["attend", "delta"]
+    assert "L2 Hit Rate" in (tmp_path / "ncu_memory.txt").read_text()
+    compute = (tmp_path / "ncu_compute.txt").read_text()
+    assert "SM Busy" in compute
+    assert "L2 Hit Rate" not in compute
+
+
+@pytest.mark.parametrize(
+    ("tool", "script", "words"),
+    [
+        ("nsys", "echo 'the daemon is not running'; exit 3", "failed \\(3\\): the daemon is not"),
+        ("nsys", "exit 0", "left no report: it said nothing"),
+        ("ncu", "echo '==ERROR== LibraryNotLoaded'; exit 1", "LibraryNotLoaded"),
+        (
+            "ncu",
+            "echo '==ERROR== ERR_NVGPUCTRPERM - no permission'; exit 0",
+            "ERR_NVGPUCTRPERM.*RestrictProfilingToAdminUsers=0",
+        ),
+    ],
+)
+def test_a_tool_that_fails_is_quoted(
+    path: Path, tmp_path: Path, tool: str, script: str, words: str
+) -> None:
+    fake(path, tool, script)
+    found = use(tool, tmp_path)
+    first, *others = found.parts
+    assert first.missing is not None
+    with pytest.raises(ValueError, match=words):
+        raise ValueError(first.missing)
+    assert {part.missing for part in others} == {"there is no report"}
+    assert found.counters == ()
+
+
+def test_a_tool_that_hangs_is_ended_with_what_it_started(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "_SECONDS", 0.3)
+    fake(path, "ncu", "sleep 100 & sleep 100")
+    assert missing(use("ncu", tmp_path))["ncu.ncu-rep"] == "ncu took more than 0.3 s"
+
+
+def test_a_report_that_cannot_be_read_is_kept(path: Path, tmp_path: Path) -> None:
+    fake(path, "ncu", NCU)
+    (path / "raw.csv").write_text("nothing")
+    found = missing(use("ncu", tmp_path))
+    assert found["ncu.ncu-rep"] is None
+    assert found["ncu_memory.txt"] == "the report cannot be read: its table holds no kernel"
+
+
+@pytest.mark.parametrize("tool", ["nsys", "ncu"])
+def test_a_tool_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reasons = set(missing(use(tool, tmp_path)).values())
+    assert len(reasons) == 1
+    assert reasons.pop().startswith(f"{tool} (Nsight")  # type: ignore[union-attr]
+
+
+def test_the_process_that_tools_look_at() -> None:
+    command = child_command(ranks(grad=False), 2)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2 runs of rank 2 of 3, contiguous × ring × reference\n"
+
+
+def test_it_runs_as_often_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(Subject, "works", lambda self: {BOTH: lambda: calls.append(1)})
+    child.main([json.dumps(make_subject(SMALL, CPU, "auto").to_dict()), "4"])
+    assert len(calls) == child.WARM_UP + 4
+
+
+# Findings.
+
+
+def timed(ms: float, host: float, **more: Any) -> Timed:
+    roof = Roofline(ms, 6e9 * ms, 1e6, Peak(10.0, 100.0))
+    return Timed(BOTH, (ms,), host, roof, more.pop("memory", 1 << 20), more.pop("exposed", None))
+
+
+def facts(**changes: Any) -> Facts:
+    """Of a GPU that was never there."""
+    kernels = (Used("attend", 6, 6.0), Used("Memcpy DtoD", 3, 2.0))
+    given: dict[str, Any] = {
+        "subject": ON_GPU,
+        "machine": {"device": "a GPU"},
+        "versions": {"torch": "2.11"},
+        "repeats": 5,
+        "peak": Peak(10.0, 100.0),
+        "timed": (timed(1.0, 0.5),),
+        "activity": Activity(True, 3, kernels, (), 8.0, 16.0, {"7": 8.0}),
+        "overlap": None,
+        "baseline": (),
+        "comparison": (),
+        "counters": (),
+        "parts": (PARTS[parts.TRACE], PARTS[parts.NSYS].without("nsys is not installed")),
+    }
+    return Facts(**given | changes)
+
+
+def said(of: Facts) -> str:
+    return "\n".join(f"{finding.says} → {finding.advice}" for finding in find(of))
+
+
+def test_findings_have_their_numbers() -> None:
+    text = said(facts())
+    assert "take 1.000 ms: 6 TFLOP/s, 60.0 % of the 10 " in text
+    assert "It is compute-bound." in text
+    assert "queues in 0.500 ms what the device does in 1.000 ms: the host is not" in text
+    assert "ran nothing for 50 % of the time (8.000 of 16.000 ms busy" in text
+    assert "`attend`: 75 % of the time of all kernels, in 2 calls a run." in text
+    assert "Copies, fills and conversions take 25 %" in text
+    assert "holds 1.0 MiB beyond" in text
+    assert "host-bound (2.5 times as long)" in said(facts(timed=(timed(1.0, 2.5),)))
+
+
+def test_findings_about_the_link() -> None:
+    rank = replace(ON_GPU, world_size=2)
+    assert "Communication was removed" in said(facts(subject=rank))
+    linked = replace(rank, link="ib400")
+    changes = {"subject": linked, "overlap": Overlap(7.0, 4.0, 3.0, 8.0)}
+    text = said(facts(**changes, timed=(timed(1.0, 0.5, exposed=0.25, memory=None),)))
+    assert "Of 4.000 ms of transfers over ib400, 75 % ran beside" in text
+    assert "adds 0.250 ms to the time without communication, 25.0 % of all" in text
+    none = said(facts(**changes, timed=(timed(1.0, 0.5, exposed=-0.1, memory=None),)))
+    assert "adds nothing that can be measured" in none
+
+
+def test_findings_about_counters_and_others() -> None:
+    rows = [
+        Row("compare", name, BOTH, {}, {}, (ms,), 1.0)
+        for name, ms in (("triton", 1.0), ("SDPA cuDNN", 0.5), ("fa4", 0.8))
+    ]
+    failed = Row("compare", "xFormers", BOTH, {}, failed="it is not there")
+    of = facts(counters=read_counters(RAW), comparison=(*rows, failed))
+    text = said(of)
+    assert "tensor cores 68 % busy, and the processors 70 %" in text
+    assert "uses 35 % of the bandwidth of DRAM" in text
+    assert "wait most for: long scoreboard (2.00 warps" in text
+    assert "SDPA cuDNN: 0.500 ms, 0.50 times as long as triton's 1.000 ms" in text
+    assert "rfa compare" in text
+    assert "--kernel fa4" in said(replace(of, comparison=(rows[0], rows[2])))
+    whole = summary(of)
+    assert "- xFormers: no, it is not there" in whole
+    assert "| SDPA cuDNN | 0.500 | 1 |" in whole
+    assert "| `attend` | 2 | 0.400 | 70 | 67.5 |" in whole
+    assert "`nsys.nsys-rep` (the timeline" in whole
+    assert "nsys is not installed." in whole
+
+
+def test_long_names_are_cut() -> None:
+    assert short("k" * 60) == "k" * 60
+    assert short("k" * 61) == "k" * 59 + "…"
+
+
+# The command.
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks that take no time, and few implementations."""
+    monkeypatch.setattr(run, "measure_peak", lambda device, dtype: Peak(0.5, 50.0))
+    names = ("reference", "fa2", "SDPA math")
+    monkeypatch.setattr(run, "implementation_names", lambda: names)
+
+
+def rfa(folder: Path, *arguments: str) -> Result:
+    size = ("--seqlen", "24", "--nheads", "2", "--headdim", "8", "--batch", "1", "--dtype", "fp32")
+    given = ("--output", str(folder), *size, "--repeats", "1", "--device", "cpu", *arguments)
+    return CliRunner().invoke(app, given)
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_device_on_the_cpu(tmp_path: Path) -> None:
+    folder, file = tmp_path / "profile", tmp_path / "all.json"
+    result = rfa(folder, "--causal", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    there = {part.name for part in folder.iterdir()}
+    expected = {"SUMMARY.md", "trace.json", "machine.json", "machine.txt", "baseline.json"}
+    assert there == {*expected, "comparison.json"}
+    text = (folder / "SUMMARY.md").read_text()
+    assert "Profile of one device × reference" in text
+    assert "say little about GPUs" in text
+    assert "memory_snapshot.pickle` (which" in text
+    for name in set(PARTS) - there:
+        assert f"no {name}: " in result.output
+    assert "backward: one device x reference" in (folder / "trace.json").read_text()
+    baseline, comparison = (load(folder / f"{name}.json") for name in ("baseline", "comparison"))
+    assert {row.implementation for row in baseline.rows} == {"reference"}
+    assert {row.implementation for row in comparison.rows} == {"reference", "fa2", "SDPA math"}
+    details = load(file).details["profile"]
+    flops = 4 * 2 * (24 * 25 // 2) * 8
+    assert details["passes"][BOTH]["flops"] == 3.5 * flops
+    ms = details["passes"][BOTH]["ms"]
+    assert details["passes"][BOTH]["compute_share"] == pytest.approx(3.5 * flops / ms / 1e9 / 0.5)
+    assert details["files"]["trace.json"] == "written"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_on_the_cpu(tmp_path: Path) -> None:
+    folder, file = tmp_path / "profile", tmp_path / "all.json"
+    place = ("--world-size", "3", "--layout", "stripe", "--route", "query_ring", "--link", "ib400")
+    result = rfa(folder, *place, "--rank", "1", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    text = (folder / "SUMMARY.md").read_text()
+    assert "rank 1 of 3, stripe × query_ring × reference" in text
+    assert "## Communication and compute" in text
+    trace = (folder / "trace.json").read_text()
+    assert "step 1: queries of rank 2" in trace
+    assert "rank 1 waits for the transfers of step 1" in trace
+    saved = load(file)
+    own = [row for row in saved.rows if row.kind == REPLAY]
+    assert {row.passes for row in own} == {FORWARD, BOTH}
+    assert own[0].placement["rank"] == 1
+    assert saved.details["profile"]["overlap"]["transfers"] > 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_only_forward(tmp_path: Path) -> None:
+    result = rfa(tmp_path, "--no-grad", "--kernel", "reference")
+    assert result.exit_code == 0, result.output
+    assert "Forward takes " in result.output
+    assert {row.passes for row in load(tmp_path / "baseline.json").rows} == {FORWARD}
+    assert "backward:" not in (tmp_path / "trace.json").read_text()
+
+
+def test_a_folder_with_anything_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "ncu.ncu-rep").write_text("of an earlier profile")
+    result = rfa(tmp_path)
+    assert result.exit_code == 2
+    assert "--force" in result.output
+    assert (tmp_path / "ncu.ncu-rep").exists()
+    prepare_folder(tmp_path, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    with pytest.raises(ValueError, match="not a folder"):
+        prepare_folder(tmp_path / "mine.txt", force=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--seqlen", "8,16"),
+        ("--kernel", "magic"),
+        ("--kernel", "fa2"),
+        ("--layout", "zigzag"),
+        ("--world-size", "2", "--link", "string"),
+        ("--world-size", "2", "--window", "4,0"),
+        ("--preset", "gpt9"),
+        ("--device", "abacus"),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = rfa(tmp_path / "profile", *arguments)
+    assert result.exit_code == 2
+    assert not (tmp_path / "profile").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", [(), ("--world-size", "4", "--link", "nvlink4")])
+def test_on_a_gpu(tmp_path: Path, place: tuple[str, ...]) -> None:
+    size = ("--batch", "1", "--seqlen", "1024", "--nheads", "4", "--headdim", "64", "--causal")
+    given = ("-o", str(tmp_path), *size, "--repeats", "2", "--device", "cuda", *place)
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "memory_snapshot.pickle").stat().st_size > 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert any(each.get("cat") == "kernel" for each in events)
+    assert "## Kernels" in (tmp_path / "SUMMARY.md").read_text()
