@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := cli,test,dev,hf,triton
+EXTRAS := cli,report,test,dev,hf,triton
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help

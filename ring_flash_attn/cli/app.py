@@ -11,13 +11,14 @@ from .draw import draw
 from .info import info
 from .profile import profile
 from .replay import replay
+from .report import report
 from .ring import ring
 from .tune import tune
 from .verify import verify
 
 app = typer.Typer(
     name="rfa",
-    help="Exact attention over many GPUs: verify it, look at it, draw it, tune it, time it.",
+    help="Exact attention over many GPUs: verify it, measure it, compare it, profile it, draw it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,3 +33,4 @@ app.command()(compare)
 app.command()(ring)
 app.command()(profile)
 app.command()(diff)
+app.command()(report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -137,6 +136,6 @@ def ring(
         raise typer.Exit(1) from None
     print_findings(console, found)
     if json_file is not None and speaks:
-        found.results(asdict(asked)).save(json_file)
+        found.results().save(json_file)
         console.print(f"wrote {json_file}", markup=False, soft_wrap=True)
     raise typer.Exit(int(all(finding.failed for finding in found.findings)))

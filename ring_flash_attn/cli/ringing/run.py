@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 
@@ -44,7 +43,7 @@ class Found:
         place = {"link": link} if self.way.is_replay else {"backend": self.way.backend}
         return tuple(ring_rows(self.findings, self.passes, place, self.way.is_replay))
 
-    def results(self, asked: Mapping[str, Any]) -> Results:
+    def results(self) -> Results:
         """For a file."""
         details = {name: each.to_dict() for name, each in self.replays.items()}
         return Results(
@@ -52,7 +51,7 @@ class Found:
             machine(self.way.device),
             versions(),
             commit(),
-            {"repeats": self.repeats, "asked": dict(asked)},
+            {"repeats": self.repeats},
             self.rows(),
             {"replays": details} if details else {},
         )

@@ -1,0 +1,60 @@
+"""`rfa report`: files of results as one page with charts, which opens without a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..bench.results import check_output
+from .reporting.page import json_for_script, make_page, page_data, plotly_script
+from .reporting.sources import read
+from .screen import screen, status
+
+
+def report(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="What bench, compare, replay or verify wrote."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Of the page.")] = "ring_flash_attn: results",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the page's data to this file.")
+    ] = None,
+) -> None:
+    """Make one HTML page of files of results: charts, filters, schedules, and the table.
+
+    The page needs no network: everything it shows is inside.
+
+    \b
+    rfa report results/*.json -o report.html
+    rfa verify --json verify.json; rfa report verify.json --title "Is it right?"
+    """
+    console = screen()
+    try:
+        for path in (output, json_file):
+            check_output(path)
+            if path is not None and path.resolve() in {each.resolve() for each in inputs}:
+                raise ValueError(f"{path} is also an input")
+        plotly = plotly_script()
+        with status(console, "making the page"):
+            sources = read(inputs)
+            page = make_page(sources, title, plotly)
+        output.write_text(page, encoding="utf-8", newline="\n")
+        if json_file is not None:
+            json_file.write_text(json_for_script(page_data(sources)) + "\n", encoding="utf-8")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {output}: {error.strerror}") from None
+    rows = sum(len(source.results.rows) for source in sources)
+    size = output.stat().st_size / 1e6
+    console.print(
+        f"wrote {output}: {rows} rows of {len(sources)} files, {size:.1f} MB",
+        markup=False,
+        soft_wrap=True,
+    )
+    if json_file is not None:
+        console.print(f"wrote {json_file}", markup=False, soft_wrap=True)

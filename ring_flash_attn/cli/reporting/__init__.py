@@ -1,0 +1,1 @@
+"""What `rfa report` is made of: files as plain data, and the page that shows them."""
