@@ -1,6 +1,6 @@
 """One rank of 8, replayed on one GPU: every kernel that is here, several sources a launch, packs.
 
-    python benchmarks/replays.py results/replays_h200.json [commit] [part of a name ...]
+    python benchmarks/replays.py results/replays_h200.json [part of a name ...]
 
 Zigzag's first and last rank, which receive and which merge the most; all ranks where they are not
 balanced. NVLink 4 is emulated.
@@ -8,14 +8,15 @@ balanced. NVLink 4 is emulated.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import torch
-from kernels import current_commit, versions
 
 from ring_flash_attn.bench import Replay, replay
+from ring_flash_attn.bench.machine import commit, machine, versions
+from ring_flash_attn.bench.replay_results import replay_rows
+from ring_flash_attn.bench.results import Results
 from ring_flash_attn.kernels.base import Call, why_not
 from ring_flash_attn.tiles import Mask
 
@@ -69,17 +70,29 @@ def line(name: str, found: Replay) -> str:
     return f"{name:58s} " + "\n    existing ".join(cells)
 
 
-def main(path: str, commit: str | None = None, *parts: str) -> None:
-    report: dict = {**versions(commit or current_commit()), "rounds": REPEATS, "replays": {}}
+def main(path: str, *parts: str) -> None:
+    replays: dict[str, Replay] = {}
     for name, options in scenarios().items():
         if parts and not any(part in name for part in parts):
             continue
-        found = replay(
+        replays[name] = replay(
             **{**SHAPE, "ranks": [0, 7], "link": "nvlink4", "repeats": REPEATS, **options}
         )
-        report["replays"][name] = found.to_dict()
-        print(line(name, found), flush=True)
-        Path(path).write_text(json.dumps(report, indent=1) + "\n")
+        print(line(name, replays[name]), flush=True)
+        results(replays).save(Path(path))
+
+
+def results(replays: dict[str, Replay]) -> Results:
+    """What is known so far."""
+    return Results(
+        "python benchmarks/replays.py",
+        machine(torch.device("cuda", 0)),
+        versions(),
+        commit(),
+        {"repeats": REPEATS},
+        tuple(row for each in replays.values() for row in replay_rows(each)),
+        {"replays": {name: each.to_dict() for name, each in replays.items()}},
+    )
 
 
 if __name__ == "__main__":
