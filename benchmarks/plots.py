@@ -49,8 +49,8 @@ def kernels(path: Path) -> None:
     titles = ("forward", "backward")
     figure = make_subplots(1, 2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
     for column, passes in enumerate((FORWARD, BACKWARD), 1):
-        for name in ("triton", "cudnn", "fa2"):
-            mine = [row for row in rows if (row.implementation, row.passes) == (name, passes)]
+        for name, who in (("triton", "triton"), ("cudnn", "SDPA cuDNN"), ("fa2", "SDPA flash")):
+            mine = [row for row in rows if (row.implementation, row.passes) == (who, passes)]
             figure.add_bar(
                 x=[shape(row) for row in mine],
                 y=[row.tflops for row in mine],

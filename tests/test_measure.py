@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +197,14 @@ def test_without_gradients_there_is_one_pass() -> None:
     assert set(row.errors) == {"out"}
 
 
+class Odd(Exception):
+    """Of a compiler, say."""
+
+
 @pytest.mark.parametrize("after", [0, 1, 5, 20])
-@pytest.mark.parametrize("error", [RuntimeError("some\n words"), torch.OutOfMemoryError("9 GiB")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("some\n words"), Odd("some words"), torch.OutOfMemoryError("9 GiB")]
+)
 def test_one_that_fails_does_not_stop_the_rest(
     enter: Callable[[Implementation], None], after: int, error: Exception
 ) -> None:
@@ -210,18 +220,61 @@ def test_one_that_fails_does_not_stop_the_rest(
     enter(impostor(run))
     names = ["impostor", "torch standard"]
     rows = measure(names, SMALL, CPU, kind="compare", repeats=4, errors=True)
-    assert [row.implementation for row in rows] == ["impostor", *["torch standard"] * 3]
+    assert [row.implementation for row in rows] == ["impostor"] * 3 + ["torch standard"] * 3
     assert len(runs) == after + 1, "it is not tried again"
     memory = isinstance(error, torch.OutOfMemoryError)
-    assert rows[0].failed == ("out of memory: 9 GiB" if memory else "RuntimeError: some words")
-    assert rows[0].samples_ms == ()
-    assert all(row.ms and row.failed is None for row in rows[1:])
+    why = "out of memory: 9 GiB" if memory else f"{type(error).__name__}: some words"
+    for row in rows[:3]:
+        assert (row.failed, row.samples_ms) == (why, ())
+    assert all(row.ms and row.failed is None for row in rows[3:])
 
 
 def test_one_that_cannot_is_not_tried(enter: Callable[[Implementation], None]) -> None:
     enter(impostor(lambda *_: pytest.fail("tried"), ("one reason", "another")))
-    (row,) = measure(["impostor"], SMALL, CPU, kind="compare", repeats=1)
-    assert row.failed == "one reason; another"
+    rows = measure(["impostor"], SMALL, CPU, kind="compare", repeats=1)
+    assert [(row.passes, row.failed) for row in rows] == [
+        (each, "one reason; another") for each in ("forward", "backward", "both")
+    ]
+
+
+def test_a_workload_that_does_not_fit_fails_and_no_more() -> None:
+    huge = Workload(1, 10**12, 8, 8, 64)
+    rows = measure(["reference"], huge, CPU, kind="bench", repeats=1)
+    assert all(row.failed for row in rows)
+
+
+def test_times_stay_where_errors_cannot_be_found(
+    enter: Callable[[Implementation], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("9 GiB")
+
+    monkeypatch.setattr("ring_flash_attn.bench.measure.exact", full)
+    *_, row = measure(["reference"], SMALL, CPU, kind="compare", repeats=1, errors=True)
+    assert row.ms
+    assert (row.errors, row.note) == ({}, "no errors: out of memory: 9 GiB")
+
+
+def test_nothing_is_kept_of_a_workload(enter: Callable[[Implementation], None]) -> None:
+    """Not even until the garbage collector comes: it would be the next one's memory."""
+    good, seen = standard(), []
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append(weakref.ref(q))
+        return good(q, k, v)
+
+    enter(impostor(run))
+    gc.disable()
+    try:
+        measure(["impostor"], SMALL, CPU, kind="compare", repeats=1, errors=True)
+        assert not any(each() for each in seen)
+    finally:
+        gc.enable()
+
+
+def test_one_name_is_measured_once() -> None:
+    rows = measure(["auto", "reference"], SMALL, CPU, kind="compare", repeats=1, grad=False)
+    assert [row.implementation for row in rows] == ["reference"]
 
 
 def test_a_wrong_result_has_a_large_error(enter: Callable[[Implementation], None]) -> None:
@@ -365,6 +418,57 @@ def test_compare_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "fa2: out of [memory]" in result.output
 
 
+def test_compare_shows_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
+        errors = {name: {"relative": 1e-3} for name in ("out", "dq", "dk")}
+        errors["dk"] = {"relative": math.nan}
+        return [Row("compare", "fa2", "both", of.to_dict(), {}, (1.0,), 1.0, 0, errors=errors)]
+
+    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
+    output = rfa("compare", *TINY).output
+    (line,) = (line for line in output.splitlines() if line.strip().startswith("fa2"))
+    assert line.split()[-2:] == ["1.0e-03", "nan"]
+
+
+def test_what_is_there_is_written_if_the_user_has_had_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in ("bench", "compare"):
+        path, calls = tmp_path / f"{command}.json", []
+
+        def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
+            calls.append(of)  # noqa: B023
+            if len(calls) > 1:  # noqa: B023
+                raise KeyboardInterrupt
+            return [Row("bench", "fa2", "forward", of.to_dict(), {}, (1.0,), 1.0)]
+
+        monkeypatch.setattr(f"ring_flash_attn.cli.{command}.measure", measured)
+        result = rfa(command, *TINY, "--seqlen", "16,32", "--json", str(path))
+        assert result.exit_code != 0
+        (row,) = load(path).rows
+        assert row.workload["seqlen"] == 16
+
+
+def test_a_failed_row_leaves_the_others_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
+        row = Row("bench", "fa2", "forward", of.to_dict(), {}, (1.0,), 1.0)
+        return [row if of.seqlen == 16 else replace(row, failed="a long story " * 9)]
+
+    monkeypatch.setattr("ring_flash_attn.cli.bench.measure", measured)
+    lines = rfa("bench", *TINY, "--seqlen", "16,32").output.splitlines()
+    (good,) = (line for line in lines if line.strip().startswith("16"))
+    assert good.split()[2:6] == ["1.000"] * 4
+    (bad,) = (line for line in lines if line.strip().startswith("32"))
+    assert bad.split() == ["32", "forward", "failed"]
+    assert any(line.startswith("fa2: a long story a long story") for line in lines)
+
+
+def test_a_file_that_cannot_be_written_after_all() -> None:
+    result = rfa("bench", *TINY, "--seqlen", "16", "--json", "/dev/full")
+    assert result.exit_code == 1
+    assert "cannot write /dev/full" in result.output
+
+
 def test_compare_against_another() -> None:
     names = ("reference", "SDPA math", "--versus", "SDPA math")
     result = rfa("compare", *names, *TINY, "--seqlen", "16", "--no-grad", "--no-errors")
@@ -373,6 +477,11 @@ def test_compare_against_another() -> None:
     assert "1.00x" in line
     assert "backward" not in result.output
     assert line.split()[-2:] == ["n/a", "n/a"], "no errors were asked for"
+    result = rfa("compare", "SDPA math", *TINY, "--seqlen", "16", "--versus", "auto", "--no-errors")
+    (line,) = (x for x in result.output.splitlines() if x.strip().startswith("reference"))
+    assert "1.00x" in line, "it runs too, by the name that it has"
+    result = rfa("compare", "SDPA math", "reference", *TINY, "--seqlen", "16", "--no-errors")
+    assert "speed-up: against SDPA math" in result.output
 
 
 @pytest.mark.parametrize("command", ["bench", "compare"])
@@ -381,6 +490,7 @@ def test_compare_against_another() -> None:
     [
         (("--seqlen", "many"), "--seqlen"),
         (("--seqlen", "0"), "--seqlen"),
+        (("--seqlen", ""), "--seqlen"),
         (("--nheads-k", "3"), "query heads"),
         (("--window", "5"), "--window"),
         (("--dtype", "int8"), "int8"),

@@ -598,6 +598,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, arguments: tuple[str, ...])
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("place", [(), ("--world-size", "4", "--link", "nvlink4")])
 def test_on_a_gpu(tmp_path: Path, place: tuple[str, ...]) -> None:
     size = ("--batch", "1", "--seqlen", "1024", "--nheads", "4", "--headdim", "64", "--causal")

@@ -21,7 +21,7 @@ RUNS = (1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01)
 
 
 def row(**changes: Any) -> Row:
-    given = {"samples_ms": RUNS, "tflops": 2.0, "peak_bytes": 1000, **changes}
+    given = {"samples_ms": RUNS, "tflops": 2.0, "peak_bytes": 100 << 20, **changes}
     return replace(Row("bench", "triton", "forward", WORK), **given)
 
 
@@ -87,16 +87,20 @@ def test_old_benchmarks_keep_their_numbers() -> None:
     if "format" in written:
         pytest.skip("it is in the new format by now")
     shape = "1, 32/8, 8192, 128, causal"
-    want = written["shapes (batch, nheads/nheads_k, seqlen, headdim)"][shape]["forward"]["triton"]
-    (found,) = (
-        each
+    want = written["shapes (batch, nheads/nheads_k, seqlen, headdim)"][shape]
+    rows = {
+        (each.implementation, each.passes): each
         for each in load(path).rows
-        if (each.implementation, each.passes) == ("triton", "forward")
-        and (each.workload["nheads_k"], each.workload["headdim"]) == (8, 128)
-    )
-    assert (found.ms, found.tflops) == (want["ms"], want["tflops"])
+        if (each.workload["nheads_k"], each.workload["headdim"]) == (8, 128)
+    }
+    for name, old in (("triton", "triton"), ("SDPA cuDNN", "cudnn"), ("SDPA flash", "fa2")):
+        found = rows[name, "forward"]
+        assert (found.ms, found.tflops) == tuple(want["forward"][old][x] for x in ("ms", "tflops"))
     assert found.workload["causal"]
     assert found.workload["seqlen"] == 8192
+    # out and dq have 64 MiB each, dk and dv 16
+    whole = want["peak_bytes_forward_and_backward"]["triton"]
+    assert rows["triton", "both"].peak_bytes == whole - (160 << 20)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +141,10 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
 # Differences.
 
 
+def error(relative: float | str) -> dict[str, Any]:
+    return {"errors": {"out": {"relative": relative}}}
+
+
 def verdict(old: Row | None, new: Row | None, limit: float = 5.0) -> Verdict:
     always = row(implementation="always")
     both = [results(always, *([each] if each else [])) for each in (old, new)]
@@ -154,10 +162,18 @@ def verdict(old: Row | None, new: Row | None, limit: float = 5.0) -> Verdict:
         # 6 % with runs that are 20 % apart is chance
         ({"samples_ms": (0.8, 1.0, 1.2) * 3}, {"samples_ms": (0.86, 1.06, 1.26) * 3}, Verdict.SAME),
         ({"samples_ms": (1.0,)}, {"samples_ms": (1.06,)}, Verdict.SLOWER),
-        ({}, {"peak_bytes": 1100}, Verdict.FATTER),
-        ({}, {"peak_bytes": 900}, Verdict.SAME),
+        ({}, {"peak_bytes": 110 << 20}, Verdict.FATTER),
+        ({}, {"peak_bytes": 90 << 20}, Verdict.SAME),
+        ({"peak_bytes": 0}, {"peak_bytes": 2 << 20}, Verdict.FATTER),
+        ({"peak_bytes": 0}, {"peak_bytes": 1 << 10}, Verdict.SAME),
+        ({}, {"samples_ms": times(0.5), "peak_bytes": 110 << 20}, Verdict.FATTER),
         ({}, {"failed": "no"}, Verdict.FAILED),
         ({"failed": "no"}, {"failed": "no"}, Verdict.SAME),
+        ({"failed": "no"}, {}, Verdict.WORKS),
+        (error(0.01), error(0.03), Verdict.SAME),
+        (error(0.01), error(0.05), Verdict.WRONG),
+        (error(0.01), error("nan"), Verdict.WRONG),
+        (error("nan"), error("nan"), Verdict.SAME),
         ({}, {"errors": {"out": {"passed": False}}}, Verdict.WRONG),
         (None, {}, Verdict.NEW),
         ({}, None, Verdict.MISSING),
@@ -169,12 +185,24 @@ def test_verdicts(old: dict[str, Any] | None, new: dict[str, Any] | None, want: 
 
 
 def test_numbers_of_a_change() -> None:
-    (found,) = compare(results(row()), results(row(samples_ms=times(1.1), peak_bytes=1500)), 5)
+    (found,) = compare(results(row()), results(row(samples_ms=times(1.1), peak_bytes=150 << 20)), 5)
     assert found.percent == pytest.approx(10)
     assert found.memory_percent == pytest.approx(50)
     # quartiles 0.9925 and 1.01 (exclusive method); the same relative spread in both files
     each = 1.2533 * (1.01 - 0.9925) / 1.349 / math.sqrt(8)
     assert found.spread == pytest.approx(100 * math.sqrt(2) * each)
+
+
+def test_runs_of_one_round_are_alike() -> None:
+    """Two runs in each of 4 rounds: what varies is the rounds."""
+    runs = (1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0)
+    alone = replace(results(row(samples_ms=runs)), settings={"repeats": 4})
+    plain = replace(alone, settings={})
+    (found,), (unknown,) = compare(alone, alone, 5), compare(plain, plain, 5)
+    each = 1.2533 * (3.75 - 1.25) / 1.349 / math.sqrt(4) / 2.5  # quartiles of 1, 2, 3, 4
+    assert found.spread == pytest.approx(100 * math.sqrt(2) * each)
+    assert unknown.spread is not None
+    assert found.spread > 1.2 * unknown.spread
 
 
 def test_the_worst_comes_first() -> None:

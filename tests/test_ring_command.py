@@ -225,6 +225,26 @@ def test_a_replay_says_so(tmp_path: Path) -> None:
         assert (row.values["slowest"], row.placement["link"]) == (1.0, "pcie5")
 
 
+def test_a_layout_and_route_that_no_function_is_named_after() -> None:
+    (found,) = chosen(layouts=("stripe",), routes=("all_gather",))
+    assert found.function == "ring_attention"
+    assert (found.scenario.layout, found.scenario.route) == ("stripe", "all_gather")
+
+
+def test_a_link_means_a_replay() -> None:
+    found = way.find_way(2, "cpu", None, False, "pcie5", None)
+    assert found.is_replay
+    assert found.link is not None
+    assert found.link.name == "pcie5"
+
+
+def test_the_backend_that_is_used() -> None:
+    both = way.Way(2, torch.device("cuda", 0), "cpu:gloo,cuda:nccl", None, 1.0)
+    assert both.used_backend == "nccl"
+    assert replace(both, backend="nccl").used_backend == "nccl"
+    assert replace(both, backend=None).used_backend is None
+
+
 def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -263,7 +283,7 @@ def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> 
         (("flash_attn_func",), "on one device"),
         (("--layout", "spiral"), "spiral"),
         (("--route", "teleport"), "teleport"),
-        (("--layout", "contiguous", "--route", "all_gather"), "no function has layout contiguous"),
+        (("stripe_*", "--route", "all_gather"), "no function has layout any and route all_gather"),
         (("--kernel", "abacus"), "abacus"),
         (("--kernel", "triton"), "needs a GPU"),
         (("triton_ring_flash_attn_func", "--kernel", "reference"), "always uses triton"),
@@ -276,7 +296,7 @@ def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> 
         (("--nheads", "3"), "multiple"),
         (("--backend", "pigeon"), "pigeon"),
         (("--backend", "nccl"), "nccl needs a GPU"),
-        (("--link", "nvlink4"), "only replays emulate"),
+        (("--link", "nvlink4", "--backend", "gloo"), "without a group"),
         (("--replay", "--link", "string"), "string"),
         (("--replay", "--backend", "gloo"), "without a group"),
         (("--replay", "--timeout", "5"), "without a group"),

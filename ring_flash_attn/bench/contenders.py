@@ -62,8 +62,12 @@ class OneRank:
         _, (grads,) = backward(job, [self.shard], None, [result], [(self.dout, None)])
         return grads
 
-    def recorded(self) -> tuple[Bar, ...]:
-        """One forward and backward pass, with the times of its launches and transfers."""
+    def recorded(self, both: bool = True) -> tuple[Bar, ...]:
+        """One forward and backward pass, with the times of its launches and transfers.
+
+        Args:
+            both: False: without the backward pass.
+        """
         recorder = Recorder(self.job.call.device)
         plans = [p.plan for p in (self.job.ranks[0].forward, self.job.ranks[0].backward)]
         kernel: Any = RecordedKernel(self.job.kernel, recorder, plans)
@@ -73,7 +77,8 @@ class OneRank:
         try:
             (result,) = forward(job, [self.shard], None)
             recorder.direction = BACKWARD
-            self._backward(job, result)
+            if both:
+                self._backward(job, result)
         finally:
             self.peers.recorder = None
         return recorder.bars()

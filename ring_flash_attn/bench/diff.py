@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from .results import Results, Row
 
 _SURE = 3.0  # standard errors beyond which a change is no chance
+_MUCH = 1 << 20  # bytes; less is no growth
+_WORSE = 4.0  # times as large an error is wrong
 _SIGMA = 1.349  # of a normal distribution: distance of its quartiles
 _MEDIAN = 1.2533  # standard error of a median, against that of a mean
 
@@ -19,11 +22,12 @@ class Verdict(Enum):
     """What became of a row."""
 
     FAILED = "fails now"
+    WRONG = "wrong now"
     SLOWER = "slower"
     FATTER = "more memory"
-    WRONG = "wrong now"
     MISSING = "missing"
     NEW = "new"
+    WORKS = "works now"
     FASTER = "faster"
     SAME = "same"
 
@@ -69,57 +73,84 @@ def compare(before: Results, after: Results, limit: float) -> list[Change]:
     old, new = _by_key(before.rows), _by_key(after.rows)
     if not set(old) & set(new):
         raise ValueError("the two files have no row in common: nothing to compare")
-    changes = [_change(old.get(key), new.get(key), limit) for key in {**old, **new}]
+    rounds = (_rounds(before), _rounds(after))
+    changes = [_change(old.get(key), new.get(key), rounds, limit) for key in {**old, **new}]
     order = list(Verdict)
     return sorted(changes, key=lambda each: (order.index(each.verdict), -(each.percent or 0.0)))
+
+
+def _rounds(results: Results) -> int | None:
+    """In which the runs of a row were made."""
+    found = results.settings.get("repeats")
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _by_key(rows: Sequence[Row]) -> dict[tuple[str, ...], Row]:
     return {row.key: row for row in rows}
 
 
-def _change(old: Row | None, new: Row | None, limit: float) -> Change:
+def _change(
+    old: Row | None, new: Row | None, rounds: tuple[int | None, int | None], limit: float
+) -> Change:
     if old is None or new is None:
         row = new or old
         assert row is not None
         times = (None if old is None else old.ms, None if new is None else new.ms)
         return Change(row, *times, None, None, None, Verdict.NEW if new else Verdict.MISSING)
-    percent = _percent(old.ms, new.ms)
-    memory = _percent(old.peak_bytes, new.peak_bytes)
-    change = Change(new, old.ms, new.ms, percent, _spread(old, new), memory, Verdict.SAME)
-    verdict = _verdict(old, new, change, limit)
-    return Change(new, old.ms, new.ms, percent, change.spread, memory, verdict)
+    percent, memory = _percent(old.ms, new.ms), _percent(old.peak_bytes, new.peak_bytes)
+    change = Change(new, old.ms, new.ms, percent, _spread(old, new, rounds), memory, Verdict.SAME)
+    return replace(change, verdict=_verdict(old, new, change, limit))
 
 
 def _verdict(old: Row, new: Row, change: Change, limit: float) -> Verdict:
-    if new.failed is not None:
-        return Verdict.SAME if old.failed is not None else Verdict.FAILED
-    if any(_is_wrong(new, name) and not _is_wrong(old, name) for name in new.errors):
+    """The worst that can be said."""
+    if new.failed is not None or old.failed is not None:
+        if new.failed is not None:
+            return Verdict.SAME if old.failed is not None else Verdict.FAILED
+        return Verdict.WORKS
+    if any(_is_worse(old.errors.get(name, {}), new.errors[name]) for name in new.errors):
         return Verdict.WRONG
-    if change.percent is not None and change.is_sure and abs(change.percent) > limit:
-        return Verdict.SLOWER if change.percent > 0 else Verdict.FASTER
-    if change.memory_percent is not None and change.memory_percent > limit:
+    moved = change.percent if change.percent is not None and change.is_sure else 0.0
+    if moved > limit:
+        return Verdict.SLOWER
+    growth = (new.peak_bytes or 0) - (old.peak_bytes or 0)
+    if old.peak_bytes is not None and growth > max(_MUCH, limit / 100 * old.peak_bytes):
         return Verdict.FATTER
-    return Verdict.SAME
+    return Verdict.FASTER if moved < -limit else Verdict.SAME
 
 
-def _is_wrong(row: Row, tensor: str) -> bool:
-    return row.errors.get(tensor, {}).get("passed", True) is False
+def _is_worse(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Beyond its limit now; or, where there is none, much larger, or no number any more."""
+    if "passed" in new:
+        return new["passed"] is False and old.get("passed", True) is not False
+    before, after = (_number(each.get("relative")) for each in (old, new))
+    if before is None or after is None:
+        return False
+    return math.isfinite(before) and not after <= _WORSE * before
+
+
+def _number(value: Any) -> float | None:
+    """Files hold NaN and infinity as words."""
+    return None if value is None else float(value)
 
 
 def _percent(old: float | None, new: float | None) -> float | None:
     return 100 * (new / old - 1) if old and new is not None else None
 
 
-def _spread(old: Row, new: Row) -> float | None:
-    """Standard error of the ratio of both medians, in percent."""
-    parts = [_relative_error(row.samples_ms) for row in (old, new)]
+def _spread(old: Row, new: Row, rounds: tuple[int | None, int | None]) -> float | None:
+    """Standard error of the ratio of both medians, in percent; drift between runs is not in it."""
+    parts = [_relative_error(row.samples_ms, n) for row, n in zip((old, new), rounds, strict=True)]
     known = [part for part in parts if part is not None]
     return 100 * math.hypot(*known) if len(known) == len(parts) else None
 
 
-def _relative_error(samples: Sequence[float]) -> float | None:
-    """Of a median, from the quartiles of its runs."""
+def _relative_error(samples: Sequence[float], rounds: int | None) -> float | None:
+    """Of a median, from the quartiles of the rounds' medians: runs of one round are alike."""
+    if rounds is not None and len(samples) % rounds == 0 and len(samples) > rounds:
+        each = len(samples) // rounds
+        starts = range(0, len(samples), each)
+        samples = [statistics.median(samples[start : start + each]) for start in starts]
     if len(samples) < 4:
         return None
     low, middle, high = statistics.quantiles(samples, n=4)

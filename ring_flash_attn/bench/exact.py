@@ -40,6 +40,7 @@ class Exact:
         return found
 
 
+@torch.no_grad()
 def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Exact:
     """out and the gradients in fp64."""
     group = workload.nheads // workload.nheads_k

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .timing import Stopwatch
+from .timing import Stopwatch, Work, on_device
 from .workload import dtype_name
 
 _PACKAGES = (
@@ -161,18 +161,18 @@ def commit() -> str | None:
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """Time a product of matrices and a copy: what a kernel can be compared with."""
-    watch = Stopwatch(device)
     size, length = _SIZES[device.type], _BYTES[device.type]
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    source = torch.empty(length, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    product = _median(watch, lambda: torch.mm(a, b))
-    copy = _median(watch, lambda: target.copy_(source))
+    with on_device(device):
+        watch = Stopwatch(device)
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        product = _median(watch, lambda: torch.mm(a, b))
+        source = torch.empty(length, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copy = _median(watch, lambda: target.copy_(source))
     return Peak(2 * size**3 / product / 1e9, 2 * length / copy / 1e6)
 
 
-def _median(watch: Stopwatch, work: object) -> float:
-    assert callable(work)
+def _median(watch: Stopwatch, work: Work) -> float:
     for _ in range(3):
         work()
     return statistics.median(watch.time(work).device for _ in range(_RUNS))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -16,11 +15,10 @@ from ..attention import QKV
 from .exact import TENSORS, Exact, exact
 from .peers import Attention, Implementation, find_implementation
 from .results import BACKWARD, BOTH, FORWARD, PASSES, Row
-from .timing import Prepared, Samples, Stopwatch, Work, interleaved, peak_bytes
+from .timing import Prepared, Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
 from .workload import BACKWARD_FLOPS, Workload
 
 FLOPS = {FORWARD: 1.0, BACKWARD: BACKWARD_FLOPS, BOTH: 1.0 + BACKWARD_FLOPS}
-_FAILURES = (RuntimeError, ValueError, NotImplementedError, TypeError, AssertionError, ImportError)
 Report = Callable[[str], None]
 Result = TypeVar("Result")
 
@@ -48,24 +46,37 @@ def measure(
         report: is told what is being done.
 
     Returns:
-        A row for each implementation and pass; for one that cannot do it, or fails, one row that
-        says why.
+        A row for each implementation and pass; of one that cannot do it, or fails, they say why.
 
     Raises:
         ValueError: there is no such implementation, or repeats is no positive number.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be positive, not {repeats}")
-    found = [find_implementation(name, workload, device) for name in dict.fromkeys(names)]
+    found = {each.name: each for each in find_all(names, workload, device)}
     passes = PASSES if grad else (FORWARD,)
-    with _on(device):
-        stage = _Stage(workload, device, passes, report)
-        contenders = [stage.enter(each) for each in found]
-        able = [each for each in contenders if each.failed is None]
-        samples = _time(able, Stopwatch(device), passes, repeats, report) if able else {}
-        if errors and able:
-            stage.compare(able)
+    contenders = [_Contender(name) for name in found]
+    _clear(device)
+    with on_device(device):
+        try:
+            stage = _Stage(workload, device, passes, report)
+            samples = stage.run(contenders, found, repeats, errors)
+        except Exception as error:  # whatever it is: the next workload may do
+            samples = {}
+            for each in contenders:
+                each.failed = each.failed or _reason(error)
+        finally:
+            for each in contenders:
+                each.works.clear()  # they hold the tensors, and the contender itself
     return [row for each in contenders for row in each.rows(kind, workload, passes, samples)]
+
+
+def find_all(
+    names: Sequence[str], workload: Workload, device: torch.device
+) -> tuple[Implementation, ...]:
+    """Each once, whatever it was called."""
+    found = (find_implementation(name, workload, device) for name in names)
+    return tuple({each.name: each for each in found}.values())
 
 
 @dataclass
@@ -78,10 +89,12 @@ class _Contender:
         works: by pass.
         peaks: memory by pass.
         errors: by tensor.
+        note: why there are none.
     """
 
     name: str
     failed: str | None = None
+    note: str | None = None
     works: dict[str, Work] = field(default_factory=dict)
     peaks: dict[str, int | None] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -103,7 +116,7 @@ class _Contender:
             return None
         try:
             return work()
-        except _FAILURES as error:
+        except Exception as error:  # of any library
             self.failed = _reason(error)
             return None
 
@@ -114,11 +127,11 @@ class _Contender:
         passes: Sequence[str],
         samples: dict[tuple[str, str], Samples],
     ) -> Iterator[Row]:
-        """One for each pass, or one that says why there is none."""
-        if self.failed is not None:
-            yield Row(kind, self.name, passes[-1], workload.to_dict(), failed=self.failed)
-            return
+        """One for each pass; with what was found, or why there is nothing."""
         for each in passes:
+            if self.failed is not None:
+                yield Row(kind, self.name, each, workload.to_dict(), failed=self.failed)
+                continue
             runs = samples[self.name, each]
             yield Row(
                 kind,
@@ -131,6 +144,7 @@ class _Contender:
                 self.peaks[each],
                 {"host_ms": runs.median.host},
                 self.errors if each == passes[-1] else {},
+                note=self.note if each == passes[-1] else None,
             )
 
 
@@ -147,25 +161,45 @@ class _Stage:
         self._leaves: QKV = (q, k, v)
         self._attentions: dict[str, Attention] = {}
 
-    def enter(self, implementation: Implementation) -> _Contender:
+    def run(
+        self,
+        contenders: Sequence[_Contender],
+        found: Mapping[str, Implementation],
+        repeats: int,
+        errors: bool,
+    ) -> dict[tuple[str, str], Samples]:
+        """Times by name and pass; memory and errors are put down with the contenders."""
+        for each in contenders:
+            self._enter(each, found[each.name])
+        able = [each for each in contenders if each.failed is None]
+        works = {(each.name, way): each.works[way] for way in self._passes for each in able}
+        if not works:
+            return {}
+        samples = interleaved(works, Stopwatch(self._device), repeats, self._report)
+        if errors:
+            self._compare([each for each in able if each.failed is None])
+        return samples
+
+    def _enter(self, contender: _Contender, implementation: Implementation) -> None:
         """Warm it up and find its memory; it has failed if it cannot."""
-        contender = _Contender(implementation.name)
         reasons = implementation.why_not(self._workload, self._device)
         if reasons:
             contender.failed = "; ".join(reasons)
-            return contender
+            return
         self._report(f"preparing {implementation.name}")
         contender.attempt(lambda: self._prepare(implementation, contender))
         if contender.failed is not None:
+            self._attentions.pop(implementation.name, None)
             _clear(self._device)
-        return contender
 
     def _prepare(self, implementation: Implementation, contender: _Contender) -> None:
+        """Memory of the backward pass is not told apart from that of both."""
         attention = implementation.make(self._workload, self._device)
         self._attentions[implementation.name] = attention
         works = self._works(attention)
         for each in self._passes:
-            contender.peaks[each] = peak_bytes(works[each], self._device)
+            whole = works[BOTH if each == BACKWARD else each]
+            contender.peaks[each] = peak_bytes(whole, self._device)
             if self._device.type != "cuda":
                 works[each]()
             contender.works[each] = contender.guarded(works[each])
@@ -181,40 +215,31 @@ class _Stage:
             out = attention(*leaves)
             return lambda: torch.autograd.grad(out, leaves, dout)
 
-        return {
-            FORWARD: forward,
-            BACKWARD: Prepared(backward),
-            BOTH: lambda: torch.autograd.grad(attention(*leaves), leaves, dout),
-        }
+        def both() -> object:
+            out = attention(*leaves)
+            return out, torch.autograd.grad(out, leaves, dout)
 
-    def compare(self, contenders: Sequence[_Contender]) -> None:
-        """Find the errors of those that have not failed."""
+        return {FORWARD: forward, BACKWARD: Prepared(backward), BOTH: both}
+
+    def _compare(self, contenders: Sequence[_Contender]) -> None:
+        """Find the errors; times stay if that fails."""
         self._report("computing in fp64")
-        with torch.no_grad():
-            right = exact(self._workload, *self._leaves, self._dout)
+        trial = _Contender("fp64")
+        right = trial.attempt(lambda: exact(self._workload, *self._leaves, self._dout))
         for each in contenders:
-            self._report(f"comparing {each.name} with fp64")
-            each.attempt(partial(self._errors, each, right))
+            if right is not None:
+                trial = _Contender(each.name)
+                self._report(f"comparing {each.name} with fp64")
+                each.errors = trial.attempt(partial(self._errors, each.name, right)) or {}
+            each.note = None if trial.failed is None else f"no errors: {trial.failed}"
 
-    def _errors(self, contender: _Contender, right: Exact) -> None:
-        out = self._attentions[contender.name](*self._leaves)
+    def _errors(self, name: str, right: Exact) -> dict[str, dict[str, float]]:
+        out = self._attentions[name](*self._leaves)
         got = {"out": out.detach()}
         if len(self._passes) > 1:
             grads = torch.autograd.grad(out, self._leaves, self._dout)
             got |= dict(zip(TENSORS[1:], grads, strict=True))
-        contender.errors = right.errors(got)
-
-
-def _time(
-    contenders: Sequence[_Contender],
-    watch: Stopwatch,
-    passes: Sequence[str],
-    repeats: int,
-    report: Report,
-) -> dict[tuple[str, str], Samples]:
-    """By name and pass."""
-    works = {(each.name, way): each.works[way] for way in passes for each in contenders}
-    return interleaved(works, watch, repeats, report)
+        return right.errors(got)
 
 
 def _nothing() -> None:
@@ -229,11 +254,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _clear(device: torch.device) -> None:
-    """Give back what a failure left."""
+    """Give back what is left of other workloads, or of a failure."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -36,6 +36,7 @@ class Row:
         values: more numbers by name, such as efficiency_percent.
         errors: for each tensor max, mean, rmse, relative, limit and passed.
         failed: why there is nothing else, or None.
+        note: what else there is to know, such as why there are no errors.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Row:
     values: Mapping[str, float] = field(default_factory=dict)
     errors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     failed: str | None = None
+    note: str | None = None
 
     @property
     def ms(self) -> float | None:
@@ -75,6 +77,7 @@ class Row:
             "values": dict(self.values),
             "errors": {name: dict(each) for name, each in self.errors.items()},
             "failed": self.failed,
+            "note": self.note,
         }
         return {name: each for name, each in values.items() if each not in (None, {}, [])}
 
@@ -187,5 +190,6 @@ def check_output(path: Path | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error}") from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    there = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"cannot write {path}")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
-
-import torch
 
 from .contenders import Contender, OneRank, Stage
 from .existing import Block
@@ -18,7 +15,7 @@ from .report import Design, Measured, Peak, RankResult, Replay, Times
 from .rival import BlockAlone, Recycler, RivalRank, design_name, rival_pairs
 from .scenario import Scenario
 from .timeline import Bar
-from .timing import Samples, Stopwatch, Work, interleaved, peak_bytes
+from .timing import Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
 
 _BASE, _FULL = "one device", "one device without a mask"
 
@@ -57,7 +54,7 @@ class Session:
 
     def run(self, block: Block | None, with_timeline: bool) -> Replay:
         """Time everything; `block` is for the existing design."""
-        with _on(self._scenario.device):
+        with on_device(self._scenario.device):
             ours = self._add_ours()
             if block is not None:
                 self._add_rival(block)
@@ -213,10 +210,6 @@ def _in_a_row(work: Work, times: int) -> Work:
 
 def _who(rank: int) -> str:
     return f"rank {rank}"
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _plain(scenario: Scenario) -> dict[str, Any]:

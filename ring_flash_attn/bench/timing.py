@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +15,11 @@ import torch
 
 Name = TypeVar("Name", bound=Hashable)
 Work = Callable[[], object]
+
+WARM_UP = 3  # runs; compiles kernels
+_FLUSH = 1 << 28  # 1/4 GiB of zeros: a cold L2, and time to queue in
+_MOST_LEAD, _MARGIN = 40.0, 1.25  # ms; of the host's time, which varies
+_MOST_RUNS = 8  # of a short work in a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +30,6 @@ class Prepared:
 
     def __call__(self) -> object:
         return self.prepare()()
-
-
-WARM_UP = 3  # runs; compiles kernels
-_FLUSH, _FLUSH_MS = 1 << 28, 0.05  # 1/4 GiB of zeros: a cold L2, and at least so long to queue in
-_MOST_LEAD = 400  # times: 20 to 40 ms
-_MOST_RUNS = 8  # of a short work in a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +63,33 @@ class Samples:
         return Timing(statistics.median(self.device), statistics.median(self.host))
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Everything inside is queued on it by default."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class Stopwatch:
     """Times one piece of work; on a GPU behind other work that lasts while it is queued."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._cuda = device.type == "cuda"
         self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device=device) if self._cuda else None
+        self._flush_ms = self._time_flush() if self._cuda else 0.0
+
+    def _time_flush(self) -> float:
+        """ms that one takes; of two, because the first finds the device asleep."""
+        return min(self._between(lambda: self._clear(20)).device / 20 for _ in range(2))
+
+    def _clear(self, times: int) -> None:
+        assert self._flush is not None
+        for _ in range(times):
+            self._flush.zero_()
 
     def lead(self, host: float) -> None:
         """Give the device something to do while the host queues what is timed, for `host` ms."""
-        if self._flush is not None:
-            for _ in range(min(1 + math.ceil(host / _FLUSH_MS), _MOST_LEAD)):
-                self._flush.zero_()
+        if self._cuda:
+            self._clear(1 + math.ceil(min(_MARGIN * host, _MOST_LEAD) / self._flush_ms))
 
     def time(self, work: Work, host: float = 1.0) -> Timing:
         """Run it once; it is queued in about `host` ms."""
@@ -85,11 +101,16 @@ class Stopwatch:
             passed = (time.perf_counter() - start) * 1e3
             return Timing(passed, passed)
         self.lead(host)
+        return self._between(work)
+
+    def _between(self, work: Work) -> Timing:
+        """Between two events on the device's stream."""
+        stream = torch.cuda.current_stream(self._device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start = time.perf_counter()
-        begin.record()
+        begin.record(stream)
         work()
-        end.record()
+        end.record(stream)
         host = (time.perf_counter() - start) * 1e3
         end.synchronize()
         return Timing(begin.elapsed_time(end), host)
@@ -133,6 +154,7 @@ def peak_bytes(work: Work, device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     work()  # what is kept for later is made now
+    gc.collect()  # nothing else is given back meanwhile
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

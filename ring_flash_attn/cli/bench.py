@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.markup import escape
+from rich.console import Console
 from rich.table import Table
 
 from ..bench.machine import Peak, device_name, find_device, measure_peak
@@ -26,6 +26,7 @@ from .measuring import (
     Repeats,
     make_results,
     mib,
+    print_failures,
     repeats_on,
     running,
     write,
@@ -86,20 +87,39 @@ def bench(
     console, rounds = screen(), repeats_on(where, repeats)
     grad = not without_gradients(preset, no_grad)
     rows: list[Row] = []
-    with running(console, "bench", len(workloads)) as (say, advance):
-        say("what the device does at best")
-        peak = measure_peak(where, workloads[0].dtype)
-        for name, each in zip(names, workloads, strict=True):
-            rows += measure([name], each, where, kind=BENCH, repeats=rounds, grad=grad, report=say)
-            advance()
-    console.print(f"{', '.join(dict.fromkeys(names))} on {device_name(where)}", markup=False)
-    console.print(_common(workloads), markup=False)
-    console.print(_table(rows, workloads, peak))
-    for line in _notes(where, peak, workloads[0].dtype, rounds):
-        console.print(line, markup=False)
-    settings = {"repeats": rounds}
-    write(console, make_results(rows, where, settings, (peak, workloads[0].dtype)), json_file)
+    peak = None
+    try:
+        with running(console, "bench", len(workloads)) as (say, advance):
+            say("what the device does at best")
+            peak = measure_peak(where, workloads[0].dtype)
+            for name, each in zip(names, workloads, strict=True):
+                rows += measure(
+                    [name], each, where, kind=BENCH, repeats=rounds, grad=grad, report=say
+                )
+                advance()
+    finally:  # what is there is shown and written, even if the user has had enough
+        if peak is not None and rows:
+            dtype_peak = (peak, workloads[0].dtype)
+            _show(console, rows, workloads, names, where, dtype_peak, rounds)
+            write(console, make_results(rows, where, {"repeats": rounds}, dtype_peak), json_file)
     raise typer.Exit(int(all(row.failed is not None for row in rows)))
+
+
+def _show(
+    console: Console,
+    rows: Sequence[Row],
+    workloads: Sequence[Workload],
+    names: Sequence[str],
+    device: torch.device,
+    peak: tuple[Peak, torch.dtype],
+    rounds: int,
+) -> None:
+    console.print(f"{', '.join(dict.fromkeys(names))} on {device_name(device)}", markup=False)
+    console.print(_common(workloads), markup=False)
+    console.print(_table(rows, workloads, peak[0]))
+    print_failures(console, rows)
+    for line in _notes(device, *peak, rounds):
+        console.print(line, markup=False)
 
 
 def _able(name: str, workload: Workload, device: torch.device) -> str:
@@ -135,7 +155,7 @@ def _table(rows: Sequence[Row], workloads: Sequence[Workload], peak: Peak) -> Ta
 def _cells(row: Row, peak: Peak) -> list[str]:
     """Times, rates of the fastest run and on average, share of the peak, memory."""
     if row.failed is not None or row.ms is None or row.tflops is None:
-        return [f"[red]{escape(row.failed or 'not timed')}[/]"]
+        return ["[red]failed[/]"]
     runs = row.samples_ms
     times = (min(runs), statistics.fmean(runs), row.ms, max(runs))
     work = row.tflops * row.ms
@@ -154,6 +174,7 @@ def _notes(device: torch.device, peak: Peak, dtype: torch.dtype, rounds: int) ->
         "and on average.",
         f"% of matmul: the median run against {peak.tflops:.4g} TFLOP/s, measured here with a "
         f"product of large matrices in {dtype_name(dtype)}.",
-        "MiB: most memory above inputs, outputs and gradients; n/a on the CPU.",
+        "MiB: most memory above inputs, outputs and gradients (backward: with the forward pass); "
+        "n/a on the CPU.",
     ]
     return lines + ([ON_CPU] if device.type == "cpu" else [])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ..bench.machine import device_name, find_device, measure_peak
-from ..bench.measure import measure
+from ..bench.measure import find_all, measure
 from ..bench.peers import find_implementation, implementation_names
 from ..bench.results import COMPARE, FORWARD, Row, check_output
 from ..bench.workload import Workload
@@ -24,6 +24,7 @@ from .measuring import (
     Repeats,
     make_results,
     mib,
+    print_failures,
     repeats_on,
     running,
     write,
@@ -60,7 +61,10 @@ def compare(
     window: Window = None,
     dtype: Dtype = None,
     preset: Preset = None,
-    versus: Annotated[str, typer.Option(help="Whose time speed-ups are against.")] = _BASE,
+    versus: Annotated[
+        str | None,
+        typer.Option(help=f"Whose time speed-ups are against; {_BASE}, else the first that ran."),
+    ] = None,
     errors: Annotated[
         bool, typer.Option("--errors/--no-errors", help="Compare results with fp64.")
     ] = True,
@@ -85,50 +89,55 @@ def compare(
         check_output(json_file)
         where = find_device(device, "a comparison")
         workloads = make_workloads(preset, numbers, causal, window, dtype)
-        chosen = list(dict.fromkeys(names or implementation_names()))
-        for name in (*chosen, versus):
-            find_implementation(name, workloads[0], where)
+        asked = [*(names or implementation_names()), *([versus] if versus else [])]
+        for each in workloads:
+            find_all(asked, each, where)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
     console, rounds = screen(), repeats_on(where, repeats)
     grad = not without_gradients(preset, no_grad)
     rows: list[Row] = []
+    peak = None
     console.print(f"On {device_name(where)}, {rounds} rounds.", markup=False)
-    with running(console, "compare", len(workloads)) as (say, advance):
-        say("what the device does at best")
-        peak = measure_peak(where, workloads[0].dtype)
-        for each in workloads:
-            found = measure(
-                chosen,
-                each,
-                where,
-                kind=COMPARE,
-                repeats=rounds,
-                grad=grad,
-                errors=errors,
-                report=say,
-            )
-            show(console, each, found, versus)
-            rows += found
-            advance()
+    try:
+        with running(console, "compare", len(workloads)) as (say, advance):
+            say("what the device does at best")
+            peak = (measure_peak(where, workloads[0].dtype), workloads[0].dtype)
+            for each in workloads:
+                found = measure(
+                    asked,
+                    each,
+                    where,
+                    kind=COMPARE,
+                    repeats=rounds,
+                    grad=grad,
+                    errors=errors,
+                    report=say,
+                )
+                base = find_implementation(versus, each, where).name if versus else None
+                show(console, each, found, base)
+                rows += found
+                advance()
+    finally:  # what is there is written, even if the user has had enough
+        if rows:
+            write(console, make_results(rows, where, {"repeats": rounds}, peak), json_file)
     if where.type == "cpu":
         console.print(ON_CPU)
-    settings = {"repeats": rounds}
-    write(console, make_results(rows, where, settings, (peak, workloads[0].dtype)), json_file)
     raise typer.Exit(int(all(row.failed is not None for row in rows)))
 
 
-def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str) -> None:
+def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str | None) -> None:
     """A table of those that ran, who was best, and why the others did not run."""
     console.print(f"\n{workload}", markup=False)
     ran = [row for row in rows if row.failed is None]
     if ran:
-        console.print(_table(ran, versus))
+        names = [row.implementation for row in ran]
+        base = versus or (_BASE if _BASE in names else names[0])
+        console.print(_table(ran, base))
+        console.print(f"speed-up: against {base}", markup=False)
         for line in best(ran):
             console.print(line, markup=False)
-    for row in rows:
-        if row.failed is not None:
-            console.print(f"[yellow]{escape(row.implementation)}[/]: {escape(row.failed)}")
+    print_failures(console, rows)
 
 
 def _table(rows: Sequence[Row], versus: str) -> Table:
@@ -162,10 +171,14 @@ def _errors(row: Row) -> list[str]:
     """Largest errors relative to the largest entry: of out, and of the gradients."""
     relative = {name: each["relative"] for name, each in row.errors.items()}
     gradients = [value for name, value in relative.items() if name != "out"]
-    return [
-        f"{relative['out']:.1e}" if "out" in relative else "n/a",
-        f"{max(gradients):.1e}" if gradients else "n/a",
-    ]
+    return [_worst([relative["out"]] if relative else []), _worst(gradients)]
+
+
+def _worst(values: Sequence[float]) -> str:
+    """The largest; NaN is worse than any number."""
+    if not values:
+        return "n/a"
+    return "[bold red]nan[/]" if any(map(math.isnan, values)) else f"{max(values):.1e}"
 
 
 def best(rows: Sequence[Row]) -> Iterator[str]:

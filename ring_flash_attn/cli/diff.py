@@ -22,6 +22,7 @@ _STYLES = {
     Verdict.MISSING: "yellow",
     Verdict.NEW: "yellow",
     Verdict.FASTER: "green",
+    Verdict.WORKS: "green",
     Verdict.SAME: "",
 }
 
@@ -45,7 +46,8 @@ def diff(
     """Compare two files of results, row by row.
 
     A row moved if its median changed by more than --fail-above, and by more than three standard
-    errors of it. Exit code 1: something is slower, wrong, fails, or needs more memory.
+    errors of it. Exit code 1: something is slower, needs more memory, fails, or is wrong: beyond
+    its limit, or four times as far from fp64 as before.
 
     \b
     rfa bench --preset llama3-8b --json before.json

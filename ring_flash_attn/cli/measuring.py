@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..bench.machine import Peak, commit, machine, peak_dict, versions
@@ -52,6 +53,14 @@ def running(console: Console, what: str, total: int) -> Iterator[tuple[Report, A
         )
 
 
+def print_failures(console: Console, rows: Sequence[Row]) -> None:
+    """Why some have no times or no errors, once for each reason."""
+    reasons = [(row.implementation, row.failed or row.note) for row in rows]
+    for name, why in dict.fromkeys(reasons):
+        if why is not None:
+            console.print(f"[yellow]{escape(name)}[/]: {escape(why)}", soft_wrap=True)
+
+
 def mib(size: int | None) -> str:
     """In a table."""
     return "n/a" if size is None else f"{size / 2**20:.1f}"
@@ -80,10 +89,15 @@ def make_results(
 
 
 def write(console: Console, results: Results, path: Path | None) -> None:
-    """To the file that the user named, if any."""
-    if path is not None:
+    """To the file that the user named, if any; exit code 1 if that fails."""
+    if path is None:
+        return
+    try:
         results.save(path)
-        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    except OSError as error:
+        console.print(f"cannot write {path}: {error.strerror}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def write_json(console: Console, value: Any, path: Path | None) -> None:

@@ -117,7 +117,7 @@ def replay(
                 repeats=repeats,
                 device=device,
                 existing=existing_kernel or existing,
-                timeline=svg is not None,
+                timeline=svg is not None or json_file is not None,
                 report=report,
             )
     except (ValueError, NotImplementedError) as error:

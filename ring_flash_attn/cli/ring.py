@@ -96,7 +96,8 @@ def ring(
     """Time distributed functions, and compare them with one device.
 
     Under torchrun the ranks are those that it started. Otherwise there are new ones: on GPUs if
-    there are as many, else on the CPU. With fewer GPUs than ranks, one GPU replays the ranks.
+    there are as many, else on the CPU. With fewer GPUs than ranks, or with --link, one device
+    replays the ranks.
 
     \b
     rfa ring --world-size 8

@@ -56,7 +56,8 @@ def make_workloads(
         start = replace(start, window=_window(window))
     if dtype is not None:
         start = replace(start, dtype=find_dtype(dtype))
-    given = {name: _numbers(name, text) for name in _INTEGERS if (text := numbers.get(name))}
+    asked = {name: text for name in _INTEGERS if (text := numbers.get(name)) is not None}
+    given = {name: _numbers(name, text) for name, text in asked.items()}
     chosen = [dict(zip(given, values, strict=True)) for values in product(*given.values())]
     if len(chosen) > _MOST:
         raise ValueError(f"{len(chosen)} combinations; at most {_MOST} at a time")

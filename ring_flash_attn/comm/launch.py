@@ -127,7 +127,8 @@ def _collect(pipes: Sequence[Connection], timeout: float) -> Iterator[list[Any]]
         if not ready:
             fewest = min(sent[rank] for rank in running)
             silent = [str(rank) for rank in running if sent[rank] == fewest]
-            errors.append(f"no answer {fewest + 1} from rank {', '.join(silent)}")
+            who = f"rank{'s' * (len(silent) > 1)} {', '.join(silent)}"
+            errors.append(f"no answer {fewest + 1} from {who} within {timeout:g} s")
             break
         for rank in [rank for rank, pipe in running.items() if pipe in ready]:
             kind, value = _receive(running[rank])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from ..machine import Peak, commit, machine, measure_peak, peak_dict, versions
 from ..measure import measure
 from ..peers import implementation_names
 from ..results import BENCH, COMPARE, REPLAY, Results, Row
-from ..timing import WARM_UP, Stopwatch, interleaved, peak_bytes
+from ..timing import WARM_UP, Stopwatch, interleaved, on_device, peak_bytes
 from . import parts
 from .activity import Activity, Overlap, overlap
 from .facts import Facts, Timed
@@ -50,7 +49,7 @@ class Context:
 def profile(subject: Subject, context: Context) -> Facts:
     """Find out everything about the subject, and write it into the folder."""
     device, report = subject.device, context.report
-    with _on(device):
+    with on_device(device):
         report("what the device does at best")
         peak = measure_peak(device, subject.workload.dtype)
         where = {**machine(device), "peak": peak_dict(peak, subject.workload.dtype)}
@@ -131,12 +130,13 @@ def _time(subject: Subject, peak: Peak, context: Context) -> tuple[Timed, ...]:
         works |= {(name, False): work for name, work in subject.works(linked=False).items()}
     watch = Stopwatch(subject.device)
     samples = interleaved(works, watch, context.repeats, context.report)
+    bare = subject.works(keeps_buffers=False)
     found = []
     for name in subject.passes:
         runs = samples[name, True]
         ms = runs.median.device
         roof = Roofline(ms, subject.flops(name), subject.least_bytes(name), peak)
-        memory = peak_bytes(works[name, True], subject.device)
+        memory = peak_bytes(bare[name], subject.device)
         exposed = ms - samples[name, False].median.device if linked else None
         found.append(Timed(name, runs.device, runs.median.host, roof, memory, exposed))
     return tuple(found)
@@ -158,15 +158,15 @@ def _record(subject: Subject, context: Context) -> tuple[Activity, tuple[Part, .
 
 
 def _overlap(subject: Subject, timed: Timed, context: Context) -> Overlap | None:
-    """Of a rank with a link: both passes, whatever else is wanted."""
+    """Of a rank with a link, in the passes that are profiled."""
     if subject.world_size == 1 or subject.link == "none":
         return None
     context.report("when transfers and kernels ran")
     rank, watch = subject.one_rank(linked=True), Stopwatch(subject.device)
     for _ in range(WARM_UP):
-        rank.both()
+        rank.recorded(subject.grad)
     watch.lead(timed.host_ms)
-    return overlap(rank.recorded())
+    return overlap(rank.recorded(subject.grad))
 
 
 def _measure(
@@ -212,7 +212,3 @@ def _nvidia_smi() -> str:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi -q says nothing here: {error}"
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -73,13 +73,18 @@ class Subject:
     def _where(self) -> dict[str, Any]:
         return {"ranks": [self.rank], "layout": self.layout, "route": self.route}
 
-    def one_rank(self, linked: bool) -> OneRank:
-        """The rank, with its link or with communication removed."""
-        return Stage(self.scenario).rank(self.rank, find_link(self.link) if linked else None)
+    def one_rank(self, linked: bool, keeps_buffers: bool = True) -> OneRank:
+        """The rank, with its link or with communication removed; see `Stage.rank`."""
+        link = find_link(self.link) if linked else None
+        return Stage(self.scenario).rank(self.rank, link, keeps_buffers)
 
-    def works(self, linked: bool = True) -> dict[str, Work]:
-        """What a user calls, for each of `passes`."""
-        found = self._on_one_device() if self.world_size == 1 else self._on_a_rank(linked)
+    def works(self, linked: bool = True, keeps_buffers: bool = True) -> dict[str, Work]:
+        """What a user calls, for each of `passes`; for memory, a rank must not keep buffers."""
+        if self.world_size == 1:
+            found = self._on_one_device()
+        else:
+            rank = self.one_rank(linked, keeps_buffers)
+            found = {FORWARD: rank.forward, BOTH: rank.both}
         return {name: found[name] for name in self.passes}
 
     def _on_one_device(self) -> dict[str, Work]:
@@ -93,14 +98,11 @@ class Subject:
             with torch.no_grad():
                 return attention(q, k, v)
 
-        return {
-            FORWARD: forward,
-            BOTH: lambda: torch.autograd.grad(attention(q, k, v), leaves, dout),
-        }
+        def both() -> object:
+            out = attention(q, k, v)
+            return out, torch.autograd.grad(out, leaves, dout)
 
-    def _on_a_rank(self, linked: bool) -> dict[str, Work]:
-        rank = self.one_rank(linked)
-        return {FORWARD: rank.forward, BOTH: rank.both}
+        return {FORWARD: forward, BOTH: both}
 
     # What it comes to.
 

@@ -64,7 +64,7 @@ class _Bench:
         try:
             self._make_ready(target, peaks)
         except EXPECTED as error:
-            outcome, reason = type(error).__name__, _in_words(error)
+            outcome, reason = type(error).__name__, in_words(error)
         try:
             self._meeting.agree_on(target.name, outcome)
         except (ValueError, RuntimeError):
@@ -136,7 +136,8 @@ def _work(call: Call, passes: str) -> Work:
     return call.both if passes == BOTH else call.forward
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
+    """Why something cannot be timed."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return str(error).strip() or type(error).__name__

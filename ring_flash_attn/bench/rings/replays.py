@@ -10,6 +10,7 @@ from ..link import Link
 from ..report import Replay
 from ..scenario import Scenario
 from ..session import Session
+from .on_rank import in_words
 from .target import Finding, Target, Timed
 
 
@@ -58,9 +59,10 @@ def _replayed(
 
     try:
         return Session(target.scenario, link, repeats, say).run(None, False)
-    except torch.OutOfMemoryError:
-        failed = "out of memory"
-    torch.cuda.empty_cache()
+    except Exception as error:  # of any library: the other functions go on
+        failed = in_words(error)
+    if target.scenario.device.type == "cuda":
+        torch.cuda.empty_cache()
     return failed
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ def choose_targets(asked: Asked, way: Way) -> Chosen:
     for route in asked.routes:
         check_route(route)
     size = _size(asked, way.device)
-    places = list(_places(asked))
+    places = _places(asked)
     if asked.cu_seqlens is not None and not any(packed for *_, packed in places):
         raise ValueError(f"--cu-seqlens {asked.cu_seqlens}: none of the functions is for documents")
     if asked.heads_k_stride is not None and all(route != "all_gather" for _, _, route, _ in places):
@@ -79,26 +79,34 @@ def choose_targets(asked: Asked, way: Way) -> Chosen:
     return Chosen(tuple(targets), tuple(impossible))
 
 
-def _places(asked: Asked) -> Iterator[tuple[Named, str, str, bool]]:
+def _places(asked: Asked) -> list[tuple[Named, str, str, bool]]:
     """Each function, its layout and route, and whether it gets packed documents."""
     choice = Choice(names=asked.names, layouts=asked.layouts, routes=asked.routes)
     spread = [each for each in chosen_functions(choice) if each.is_distributed]
     if not spread:
         raise ValueError(f"{', '.join(asked.names)}: on one device, and so not for this command")
-    if not asked.names:  # the first form of each layout and route whose name says them
-        spread = [e for e in spread if e.form and e.form == e.family.forms[0] and not e.prefix]
-    found = False
-    for named in spread:
+    found = list(_points(_usual(spread) if not asked.names else spread, choice, asked))
+    if not found and not asked.names:  # a layout and route that no function is named after
+        found = list(_points([e for e in spread if not e.form and not e.prefix], choice, asked))
+    if not found:
+        layouts, routes = (" or ".join(each) or "any" for each in (asked.layouts, asked.routes))
+        raise ValueError(f"no function has layout {layouts} and route {routes}")
+    return found
+
+
+def _usual(functions: Sequence[Named]) -> list[Named]:
+    """The first form of each layout and route whose name says them."""
+    return [e for e in functions if e.form and e.form == e.family.forms[0] and not e.prefix]
+
+
+def _points(
+    functions: Sequence[Named], choice: Choice, asked: Asked
+) -> Iterator[tuple[Named, str, str, bool]]:
+    for named in functions:
         for layout, route in points(named.family, choice):
             flat = layout.startswith(FLAT_PREFIX)
             anywhere = not named.form and (flat or asked.cu_seqlens is not None)
-            found = True
             yield named, layout, route, named.family.packed or anywhere
-    if not found:
-        raise ValueError(
-            "no function has layout "
-            f"{' or '.join(asked.layouts) or 'any'} and route {' or '.join(asked.routes) or 'any'}"
-        )
 
 
 def _target(

@@ -40,7 +40,7 @@ class Found:
     def rows(self) -> tuple[Row, ...]:
         """For tables and files."""
         link = NONE if self.way.link is None else self.way.link.name
-        place = {"link": link} if self.way.is_replay else {"backend": self.way.backend}
+        place = {"link": link} if self.way.is_replay else {"backend": self.way.used_backend}
         return tuple(ring_rows(self.findings, self.passes, place, self.way.is_replay))
 
     def results(self) -> Results:

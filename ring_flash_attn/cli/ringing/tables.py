@@ -50,8 +50,8 @@ def _explain(found: Found) -> Iterator[str]:
             yield f"Communication is emulated, {way.link}. Other ranks never come late."
     else:
         origin = "of torchrun" if launch.torchrun_rank() else "in new processes"
-        yield f"{size} rank{'s' * (size > 1)} {origin} over {way.backend}, {where}."
-        if way.device.type == "cuda" and way.backend == "gloo":
+        yield f"{size} rank{'s' * (size > 1)} {origin} over {way.used_backend}, {where}."
+        if way.device.type == "cuda" and way.used_backend == "gloo":
             yield "gloo takes what GPUs send through the host: times say little about NCCL."
     yield from _sizes([finding.target for finding in found.findings])
     rounds = f"{found.repeats} interleaved rounds" if found.repeats > 1 else "one round"

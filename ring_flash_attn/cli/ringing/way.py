@@ -40,6 +40,12 @@ class Way:
         """One rank at a time, on one device."""
         return self.backend is None
 
+    @property
+    def used_backend(self) -> str | None:
+        """Of a group with one for each kind of device, the one that is used."""
+        parts = dict(part.split(":") for part in (self.backend or "").split(",") if ":" in part)
+        return parts.get(self.device.type, self.backend)
+
 
 def find_way(
     world_size: int | None,
@@ -57,10 +63,8 @@ def find_way(
     if timeout is not None and not timeout > 0:
         raise ValueError(f"--timeout must be positive, not {timeout:g}")
     gpus = torch.cuda.device_count() if where.type == "cuda" else size
-    if replay or (joined is None and gpus < size):
+    if replay or link is not None or (joined is None and gpus < size):
         return _replay(size, where, joined, backend, link, timeout)
-    if link is not None:
-        raise ValueError(f"--link {link}: only replays emulate a link; see --replay")
     if joined is not None and timeout is not None:
         raise ValueError(f"--timeout {timeout:g}: torchrun itself watches the ranks it started")
     if device is not None and ":" in device:
@@ -91,7 +95,7 @@ def _replay(
     timeout: float | None,
 ) -> Way:
     if joined is not None:
-        raise ValueError("--replay needs one process: start it without torchrun")
+        raise ValueError("--replay and --link need one process: start it without torchrun")
     for name, value in (("--backend", backend), ("--timeout", timeout)):
         if value is not None:
             raise ValueError(f"{name} {value}: this is a replay on one device, without a group")
