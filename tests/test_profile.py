@@ -15,6 +15,7 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
+from ring_flash_attn.bench.contenders import Kept
 from ring_flash_attn.bench.machine import Peak
 from ring_flash_attn.bench.profiling import child, parts, run, tools
 from ring_flash_attn.bench.profiling.activity import (
@@ -51,6 +52,7 @@ from ring_flash_attn.cli.profile import profile
 
 CPU = torch.device("cpu")
 SMALL = Workload(1, 12, 4, 2, 8, True, (-1, -1), torch.float32)
+ON_A_RANK = Subject(SMALL, torch.device("cpu"), "reference", world_size=2, rank=1, link="pcie5")
 ON_GPU = Subject(SMALL, torch.device("cuda", 0), "triton")
 app = typer.Typer()
 app.command()(profile)
@@ -595,6 +597,32 @@ def test_wrong_arguments_are_refused(tmp_path: Path, arguments: tuple[str, ...])
     result = rfa(tmp_path / "profile", *arguments)
     assert result.exit_code == 2
     assert not (tmp_path / "profile").exists()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_rank_is_recorded_in_the_passes_that_are_profiled(grad: bool, tmp_path: Path) -> None:
+    rank = replace(ON_A_RANK, grad=grad).one_rank(linked=True)
+    directions = {bar.direction for bar in rank.recorded(grad)}
+    assert directions == ({"forward", "backward"} if grad else {"forward"})
+
+
+def test_memory_is_that_of_a_rank_that_keeps_no_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that stay from run to run would not be counted."""
+    pools: list[object] = []
+
+    def size(work: Any, device: torch.device) -> int:
+        pools.append(work.__self__.job.ranks[0].pool)
+        return 7
+
+    monkeypatch.setattr(run, "peak_bytes", size)
+    subject = replace(ON_A_RANK, link="none")
+    context = run.Context(tmp_path, 1, "rfa profile", lambda line: None)
+    timed = run._time(subject, Peak(1.0, 1.0), context)
+    assert [each.peak_bytes for each in timed] == [7, 7]
+    assert not any(isinstance(pool, Kept) for pool in pools)
+    assert isinstance(subject.one_rank(linked=False).job.ranks[0].pool, Kept)
 
 
 @pytest.mark.gpu
