@@ -18,7 +18,14 @@ from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench import peers
 from ring_flash_attn.bench.exact import exact
-from ring_flash_attn.bench.machine import Peak, find_device, machine, measure_peak
+from ring_flash_attn.bench.machine import (
+    Peak,
+    _from_nvidia_smi,
+    commit,
+    find_device,
+    machine,
+    measure_peak,
+)
 from ring_flash_attn.bench.measure import measure
 from ring_flash_attn.bench.peers import Implementation, find_implementation, implementation_names
 from ring_flash_attn.bench.results import Row, load
@@ -323,6 +330,42 @@ def test_the_machine() -> None:
     for wrong in ("tpu", "meta", "cuda:99"):
         with pytest.raises(ValueError, match=wrong):
             find_device(wrong)
+
+
+@pytest.mark.parametrize(
+    ("script", "want"),
+    [
+        (
+            'echo "$@" > seen; echo "580.1, 1980, [N/A], 2619, 700.00, 34"',
+            {
+                "driver": "580.1",
+                "sm_clock_mhz": 1980.0,
+                "memory_clock_mhz": 2619.0,
+                "power_limit_w": 700.0,
+                "temperature_c": 34.0,
+            },
+        ),
+        ("exit 6", {}),
+        (None, {}),
+    ],
+)
+def test_what_the_driver_tells(
+    script: str | None, want: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does not know is left out; so is everything where it is not installed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert _from_nvidia_smi("12-ab") == want
+    if want:
+        assert "--id=GPU-12-ab --query-gpu=driver_version," in (tmp_path / "seen").read_text()
+
+
+def test_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RFA_COMMIT", "abc")
+    assert commit() == "abc"
 
 
 # Commands.

@@ -119,7 +119,8 @@ def machine(device: torch.device) -> dict[str, object]:
 
 def _from_nvidia_smi(uuid: str) -> dict[str, object]:
     """What only the driver's tool tells; nothing where it is not installed or does not answer."""
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_QUERIES.values())}"]
+    gpu = f"GPU-{uuid.removeprefix('GPU-')}"
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(_QUERIES.values())}"]
     try:
         answer = subprocess.run(
             [*command, "--format=csv,noheader,nounits"],
