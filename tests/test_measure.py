@@ -240,7 +240,7 @@ def test_one_that_cannot_is_not_tried(enter: Callable[[Implementation], None]) -
     enter(impostor(lambda *_: pytest.fail("tried"), ("one reason", "another")))
     rows = measure(["impostor"], SMALL, CPU, kind="compare", repeats=1)
     assert [(row.passes, row.failed) for row in rows] == [
-        (each, "one reason; another") for each in ("forward", "backward", "both")
+        (each, "cannot: one reason; another") for each in ("forward", "backward", "both")
     ]
 
 
@@ -433,7 +433,7 @@ def test_compare_says_who_is_best_and_who_is_not_here(tmp_path: Path) -> None:
         "1.00x",
         "error of out",
         "xFormers cannot be imported",
-        "flash-attn 4: it needs an NVIDIA GPU",
+        "flash-attn 4 cannot: it needs an NVIDIA GPU",
     ):
         assert words in result.output
     rows = load(path).rows
@@ -449,7 +449,7 @@ def test_compare_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> Non
             Row("compare", name, "both", of.to_dict(), {}, (ms,), 12 / ms, size, errors=errors)
             for name, (ms, size) in found.items()
         ]
-        return [*rows, Row("compare", "fa2", "both", of.to_dict(), failed="out of [memory]")]
+        return [*rows, Row("compare", "fa2", "both", of.to_dict(), failed="out of memory: [9 GiB]")]
 
     monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
     result = rfa("compare", *TINY)
@@ -458,7 +458,9 @@ def test_compare_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert line.split()[1:] == ["2.000", "6", "3.00x", "5.0", "1.0e-03", "4.0e-03"]
     assert "fastest, both: reference (2.000 ms)" in result.output
     assert "leanest: reference (5.0 MiB)" in result.output
-    assert "fa2: out of [memory]" in result.output
+    assert "fa2: out of memory: [9 GiB]" in result.output
+    (line,) = (x for x in result.output.splitlines() if x.strip().startswith("fa2 "))
+    assert line.split() == ["fa2", "out", "of", "memory"], "a row that says so"
 
 
 def test_compare_shows_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from .results import BACKWARD, BOTH, FORWARD, PASSES, Row
 from .timing import Prepared, Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
 from .workload import BACKWARD_FLOPS, Workload
 
+CANNOT = "cannot: "  # begins the reasons of one that was not tried
 FLOPS = {FORWARD: 1.0, BACKWARD: BACKWARD_FLOPS, BOTH: 1.0 + BACKWARD_FLOPS}
 Report = Callable[[str], None]
 Result = TypeVar("Result")
@@ -184,7 +185,7 @@ class _Stage:
         """Warm it up and find its memory; it has failed if it cannot."""
         reasons = implementation.why_not(self._workload, self._device)
         if reasons:
-            contender.failed = "; ".join(reasons)
+            contender.failed = CANNOT + "; ".join(reasons)
             return
         self._report(f"preparing {implementation.name}")
         contender.attempt(lambda: self._prepare(implementation, contender))

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.machine import device_name, find_device, measure_peak
-from ..bench.measure import find_all, measure
+from ..bench.measure import CANNOT, find_all, measure
 from ..bench.peers import find_implementation, implementation_names
 from ..bench.results import COMPARE, FORWARD, Row, check_output
 from ..bench.workload import Workload
@@ -133,7 +133,8 @@ def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str 
     if ran:
         names = [row.implementation for row in ran]
         base = versus or (_BASE if _BASE in names else names[0])
-        console.print(_table(ran, base))
+        tried = [row for row in rows if not (row.failed or "").startswith(CANNOT)]
+        console.print(_table(tried, base))
         console.print(f"speed-up: against {base}", markup=False)
         for line in best(ran):
             console.print(line, markup=False)
@@ -141,7 +142,7 @@ def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str 
 
 
 def _table(rows: Sequence[Row], versus: str) -> Table:
-    """A row for each implementation; columns for each pass."""
+    """A row for each implementation that was tried; columns for each pass."""
     passes = list(dict.fromkeys(row.passes for row in rows))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("implementation", no_wrap=True)
@@ -153,6 +154,11 @@ def _table(rows: Sequence[Row], versus: str) -> Table:
     base = {row.passes: row.ms for row in rows if row.implementation == versus}
     for name in dict.fromkeys(row.implementation for row in rows):
         mine = {row.passes: row for row in rows if row.implementation == name}
+        failed = mine[passes[-1]].failed
+        if failed is not None:
+            what = "out of memory" if failed.startswith("out of memory") else "failed"
+            table.add_row(name, f"[red]{what}[/]")
+            continue
         cells = [cell for each in passes for cell in _cells(mine[each], base.get(each))]
         last = mine[passes[-1]]
         table.add_row(name, *cells, mib(last.peak_bytes), *_errors(last))

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..bench.machine import Peak, commit, machine, peak_dict, versions
+from ..bench.measure import CANNOT
 from ..bench.results import Results, Row
 
 ON_CPU = "On the CPU these are times of the host, and say little about GPUs."
@@ -58,7 +59,8 @@ def print_failures(console: Console, rows: Sequence[Row]) -> None:
     reasons = [(row.implementation, row.failed or row.note) for row in rows]
     for name, why in dict.fromkeys(reasons):
         if why is not None:
-            console.print(f"[yellow]{escape(name)}[/]: {escape(why)}", soft_wrap=True)
+            said = f" {why}" if why.startswith(CANNOT) else f": {why}"
+            console.print(f"[yellow]{escape(name)}[/]{escape(said)}", soft_wrap=True)
 
 
 def mib(size: int | None) -> str:

@@ -157,7 +157,7 @@ def _comparison(facts: Facts) -> Iterator[str]:
     yield ""
     for row in rows:
         if row.failed is not None:
-            yield f"- {row.implementation}: no, {row.failed}"
+            yield f"- {row.implementation}: {row.failed}"
 
 
 def _row(row: Row) -> list[str]:
