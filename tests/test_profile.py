@@ -484,7 +484,7 @@ def test_findings_about_counters_and_others() -> None:
     assert "rfa compare" in text
     assert "--kernel fa4" in said(replace(of, comparison=(rows[0], rows[2])))
     whole = summary(of)
-    assert "- xFormers: no, it is not there" in whole
+    assert "- xFormers: it is not there" in whole
     assert "| SDPA cuDNN | 0.500 | 1 |" in whole
     assert "| `attend` | 2 | 0.400 | 70 | 67.5 |" in whole
     assert "`nsys.nsys-rep` (the timeline" in whole
