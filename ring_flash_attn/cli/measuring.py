@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,25 +68,30 @@ def mib(size: int | None) -> str:
     return "n/a" if size is None else f"{size / 2**20:.1f}"
 
 
+def command() -> str:
+    """What the user typed."""
+    return shlex.join(["rfa", *sys.argv[1:]])
+
+
 def make_results(
     rows: Sequence[Row],
     device: torch.device,
     settings: dict[str, Any],
     peak: tuple[Peak, torch.dtype] | None = None,
-    **details: Any,
+    details: Mapping[str, Any] | None = None,
 ) -> Results:
     """For a file: what was run, where, with which versions."""
     where = machine(device)
     if peak is not None:
         where["peak"] = peak_dict(*peak)
     return Results(
-        shlex.join(["rfa", *sys.argv[1:]]),
+        command(),
         where,
         versions(),
         commit(),
         settings,
         tuple(rows),
-        details,
+        details or {},
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +21,7 @@ from ..bench.workload import Workload
 from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
-from .measuring import ON_CPU, Device, JsonFile, NoGrad, Repeats, repeats_on, write
+from .measuring import ON_CPU, Device, JsonFile, NoGrad, Repeats, command, repeats_on, write
 from .screen import screen, status
 from .workloads import (
     Batch,
@@ -113,9 +111,9 @@ def profile(
         prepare_folder(output, force)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
-    console, command = screen(), shlex.join(["rfa", *sys.argv[1:]])
+    console, typed = screen(), command()
     with status(console, f"profiling {subject}") as report:
-        facts = run_profile(subject, Context(output, repeats_on(where, repeats), command, report))
+        facts = run_profile(subject, Context(output, repeats_on(where, repeats), typed, report))
     console.print(f"{subject}: {workload}", markup=False)
     for number, finding in enumerate(find(facts), 1):
         advice = f" Try: {finding.advice}." if finding.advice else ""
@@ -126,7 +124,7 @@ def profile(
     if facts.on_cpu:
         console.print(ON_CPU, markup=False)
     console.print(f"wrote {output / SUMMARY}: start there", markup=False, soft_wrap=True)
-    write(console, results(facts, command), json_file)
+    write(console, results(facts, typed), json_file)
 
 
 def _single(workloads: list[Workload]) -> Workload:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .. import routes as _routes  # registers them
-from ..bench import LINKS, Replay, find_link
+from ..bench import LINKS, find_link
 from ..bench import replay as run_replay
 from ..bench.link import NONE
-from ..bench.machine import commit, find_device, machine, versions
+from ..bench.machine import find_device
 from ..bench.replay_results import replay_rows
-from ..bench.results import Results, check_output
+from ..bench.results import check_output
 from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
 from .drawing.timeline import draw_timeline
+from .measuring import make_results, write
 from .replaying import explain, held_table, notes, tables
 from .screen import screen, status
 from .verifying.answers import torch_dtype
@@ -128,26 +127,14 @@ def replay(
         console.print(each)
     for line in notes(found):
         console.print(line, markup=False)
-    if json_file is not None:
-        results(found).save(json_file)
+    details = {"replays": {found.ours.name: found.to_dict()}}
+    where = find_device(found.scenario["device"])
+    settings = {"repeats": repeats}
+    results = make_results(tuple(replay_rows(found)), where, settings, details=details)
+    write(console, results, json_file)
     if svg is not None:
         svg.write_text(draw_timeline(found), encoding="utf-8")
-    for path in (json_file, svg):
-        if path is not None:
-            console.print(f"wrote {path}", markup=False, soft_wrap=True)
-
-
-def results(found: Replay) -> Results:
-    """For a file."""
-    return Results(
-        shlex.join(["rfa", *sys.argv[1:]]),
-        machine(find_device(found.scenario["device"])),
-        versions(),
-        commit(),
-        {"repeats": found.repeats},
-        tuple(replay_rows(found)),
-        {"replays": {found.ours.name: found.to_dict()}},
-    )
+        console.print(f"wrote {svg}", markup=False, soft_wrap=True)
 
 
 def _offsets(text: str) -> list[int]:

@@ -14,6 +14,7 @@ from ..comm import launch
 from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
+from .measuring import write
 from .ringing.choices import Asked, choose_targets
 from .ringing.run import run
 from .ringing.tables import print_findings
@@ -136,7 +137,6 @@ def ring(
         console.print(f"nothing could be timed: {failure}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     print_findings(console, found)
-    if json_file is not None and speaks:
-        found.results().save(json_file)
-        console.print(f"wrote {json_file}", markup=False, soft_wrap=True)
+    if speaks:
+        write(console, found.results(), json_file)
     raise typer.Exit(int(all(finding.failed for finding in found.findings)))

@@ -123,12 +123,13 @@ def _collect(pipes: Sequence[Connection], timeout: float) -> Iterator[list[Any]]
     sent = [0] * len(pipes)
     errors: list[str] = []
     while running:
-        ready = wait(list(running.values()), GRACE if errors else timeout)
+        patience = GRACE if errors else timeout
+        ready = wait(list(running.values()), patience)
         if not ready:
             fewest = min(sent[rank] for rank in running)
             silent = [str(rank) for rank in running if sent[rank] == fewest]
             who = f"rank{'s' * (len(silent) > 1)} {', '.join(silent)}"
-            errors.append(f"no answer {fewest + 1} from {who} within {timeout:g} s")
+            errors.append(f"no answer {fewest + 1} from {who} within {patience:g} s")
             break
         for rank in [rank for rank, pipe in running.items() if pipe in ready]:
             kind, value = _receive(running[rank])

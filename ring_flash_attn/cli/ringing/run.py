@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
 
 from ...bench.link import NONE
-from ...bench.machine import commit, machine, versions
 from ...bench.report import Replay
 from ...bench.results import BOTH, FORWARD, Results, Row
 from ...bench.rings import Finding, Settings, measure_rings, replay_rings, ring_rows
+from ..measuring import make_results
 from ..screen import status
 from .choices import Chosen
 from .way import Way
@@ -46,15 +44,9 @@ class Found:
     def results(self) -> Results:
         """For a file."""
         details = {name: each.to_dict() for name, each in self.replays.items()}
-        return Results(
-            shlex.join(["rfa", *sys.argv[1:]]),
-            machine(self.way.device),
-            versions(),
-            commit(),
-            {"repeats": self.repeats},
-            self.rows(),
-            {"replays": details} if details else {},
-        )
+        more = {"replays": details} if details else {}
+        settings = {"repeats": self.repeats}
+        return make_results(self.rows(), self.way.device, settings, details=more)
 
 
 def run(chosen: Chosen, way: Way, repeats: int, grad: bool, console: Console) -> Found:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...bench.machine import commit, find_device, machine, versions
+from ...bench.machine import find_device, machine, versions
 from ...bench.results import Results
 from ...bench.verify_results import verify_rows
 from ..info import devices, variables
+from ..measuring import command
+from ..measuring import make_results as measured
 from .cases import Choice
 from .checker import Result, Status
 from .groups import name_of
@@ -31,19 +31,9 @@ def make_results(results: Sequence[Result], choice: Choice, seconds: float) -> R
         "summary": _counts(results),
         "cases": [_plain(result) for result in results],
     }
-    return Results(
-        _command(),
-        machine(find_device(choice.device)),
-        versions(),
-        commit(),
-        {"seconds": round(seconds, 3), "seed": choice.seed},
-        tuple(verify_rows(everything)),
-        {"verify": everything},
-    )
-
-
-def _command() -> str:
-    return shlex.join(["rfa", *sys.argv[1:]])
+    settings = {"seconds": round(seconds, 3), "seed": choice.seed}
+    rows = tuple(verify_rows(everything))
+    return measured(rows, find_device(choice.device), settings, details={"verify": everything})
 
 
 def _counts(results: Sequence[Result]) -> dict[str, int]:
@@ -86,7 +76,7 @@ def _markdown(
     counts = ", ".join(f"{number} {what}" for what, number in _counts(results).items())
     yield "# Precision"
     yield ""
-    yield f"`{_command()}`"
+    yield f"`{command()}`"
     yield ""
     yield f"- {len(results)} cases: {counts} ({seconds:.1f} s)"
     yield f"- device: {device}; " + ", ".join(f"{a} {b}" for a, b in versions().items())
