@@ -415,6 +415,8 @@ def test_the_command_says_what_it_is(tmp_path: Path) -> None:
     ]
     for row, rank in zip(written.rows, (*found.ours.ranks, *found.ours.ranks), strict=True):
         assert row.ms == getattr(rank.measured.times, row.passes)
+        assert len(row.samples_ms) >= 2, "every run"
+        assert row.samples_ms == getattr(rank.measured.runs, row.passes)
         assert row.values["efficiency_percent"] == getattr(found.ours.efficiency(rank), row.passes)
     ElementTree.parse(files[1])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .report import Design, RankResult, Replay
+from .report import Design, Measured, RankResult, Replay
 from .results import BOTH, FORWARD, REPLAY, Row
 
 
@@ -52,11 +52,19 @@ def _rows(
                 passes,
                 workload,
                 {**placement, "rank": each.rank},
-                (getattr(each.measured.times, passes),),
+                samples(each.measured, passes),
                 getattr(design.rate(each.pairs, each.measured.times), passes),
                 None if each.measured.peak is None else getattr(each.measured.peak, passes),
                 {**_values(design, each, passes), "slowest": float(each is slowest)},
             )
+
+
+def samples(measured: Measured, passes: str) -> tuple[float, ...]:
+    """Every run; the median alone of old files."""
+    if measured.runs is None:
+        return (getattr(measured.times, passes),)
+    found: tuple[float, ...] = getattr(measured.runs, passes)
+    return found
 
 
 def _values(design: Design, each: RankResult, passes: str) -> dict[str, float]:

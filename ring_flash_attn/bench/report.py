@@ -40,6 +40,14 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
+class Runs:
+    """ms of every run, in order."""
+
+    forward: tuple[float, ...]
+    both: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """One contender.
 
@@ -48,12 +56,14 @@ class Measured:
         linked: over the emulated link, if there is one.
         host: ms until all was queued of what `times` says.
         peak: None where it cannot be measured.
+        runs: whose medians `times` are; None in old files.
     """
 
     removed: Times
     linked: Times | None
     host: Times
     peak: Peak | None
+    runs: Runs | None = None
 
     @property
     def times(self) -> Times:
@@ -222,10 +232,11 @@ def _design(values: Mapping[str, Any]) -> Design:
 
 
 def _measured(values: Mapping[str, Any]) -> Measured:
-    linked, peak = values["linked"], values["peak"]
+    linked, peak, runs = values["linked"], values["peak"], values.get("runs")
     return Measured(
         Times(**values["removed"]),
         None if linked is None else Times(**linked),
         Times(**values["host"]),
         None if peak is None else Peak(**peak),
+        None if runs is None else Runs(tuple(runs["forward"]), tuple(runs["both"])),
     )

@@ -11,7 +11,7 @@ from .existing import Block
 from .holdings import Walked, walk_through
 from .link import Link
 from .machine import device_name, versions
-from .report import Design, Measured, Peak, RankResult, Replay, Times
+from .report import Design, Measured, Peak, RankResult, Replay, Runs, Times
 from .rival import BlockAlone, Recycler, RivalRank, design_name, rival_pairs
 from .scenario import Scenario
 from .timeline import Bar
@@ -149,11 +149,14 @@ class Session:
         key = Key(design, who)
         over = key._replace(linked=True)
         is_linked = over in self._timings
+        counts = over if is_linked else key
+        runs = (self._timings[counts._replace(both=both)].device for both in (False, True))
         return Measured(
             self._times(key),
             self._times(over) if is_linked else None,
-            self._times(over if is_linked else key, host=True),
+            self._times(counts, host=True),
             self._peaks[design, who],
+            Runs(*runs),
         )
 
     def _design(

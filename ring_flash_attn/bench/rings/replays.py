@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..link import Link
+from ..replay_results import samples
 from ..report import Replay
+from ..results import BOTH
 from ..scenario import Scenario
 from ..session import Session
 from .on_rank import in_words
@@ -69,8 +71,9 @@ def _replayed(
 def _timed(replay: Replay, passes: str) -> Timed:
     ranks = [each.measured for each in replay.ours.ranks]
     peaks = [getattr(each.peak, passes) for each in ranks if each.peak is not None]
+    slowest = replay.ours.slowest(both=passes == BOTH)
     return Timed(
-        (max(getattr(each.times, passes) for each in ranks),),
+        samples(slowest.measured, passes),
         getattr(replay.ours.theoretic, passes),
         max(peaks, default=None),
     )

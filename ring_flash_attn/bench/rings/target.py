@@ -96,7 +96,7 @@ class Timed:
     """One target, one way.
 
     Attributes:
-        samples_ms: of each run the slowest rank's time; for a replay the slowest rank's median.
+        samples_ms: of each run the slowest rank's time; for a replay the runs of the slowest rank.
         theoretic_ms: world size times what one device takes for a rank's own tokens.
         peak_bytes: above inputs, outputs and gradients, on the rank that holds most; None on CPUs.
     """
