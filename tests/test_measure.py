@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
-import math
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench import peers
 from ring_flash_attn.bench.exact import exact
 from ring_flash_attn.bench.machine import (
-    Peak,
     _from_nvidia_smi,
     commit,
     find_device,
@@ -27,10 +22,8 @@ from ring_flash_attn.bench.machine import (
     measure_peak,
 )
 from ring_flash_attn.bench.measure import measure
-from ring_flash_attn.bench.peers import Implementation, find_implementation, implementation_names
-from ring_flash_attn.bench.results import Row, load
+from ring_flash_attn.bench.peers import Implementation, find_implementation
 from ring_flash_attn.bench.workload import PRESETS, Workload
-from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.oracle import Rules, oracle
 
 CPU = torch.device("cpu")
@@ -366,207 +359,3 @@ def test_what_the_driver_tells(
 def test_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFA_COMMIT", "abc")
     assert commit() == "abc"
-
-
-# Commands.
-
-
-def rfa(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
-
-
-TINY = ("--batch", "1", "--nheads", "2", "--headdim", "8", "--dtype", "fp32", "--repeats", "2")
-
-
-def test_bench_sweeps_and_writes(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    result = rfa("bench", *TINY, "--seqlen", "16,32", "--causal", "--json", str(path))
-    assert result.exit_code == 0, result.output
-    for words in (
-        "reference on cpu",
-        "min ms",
-        "median ms",
-        "% of matmul",
-        "say little about GPUs",
-    ):
-        assert words in result.output
-    found = load(path)
-    assert [(row.workload["seqlen"], row.passes) for row in found.rows] == [
-        (seqlen, way) for seqlen in (16, 32) for way in ("forward", "backward", "both")
-    ]
-    assert all(row.workload["causal"] and row.kind == "bench" for row in found.rows)
-    assert found.settings == {"repeats": 2}
-    assert found.machine["peak"]["dtype"] == "float32"
-    assert found.machine["peak"]["tflops"] > 0
-    assert found.versions["torch"]
-
-
-def test_bench_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
-        return [Row("bench", *names, "forward", of.to_dict(), {}, (1.0, 2.0, 6.0), 10.0, 3 << 20)]
-
-    monkeypatch.setattr("ring_flash_attn.cli.bench.measure", measured)
-    monkeypatch.setattr("ring_flash_attn.cli.bench.measure_peak", lambda *_: Peak(40.0, 1.0))
-    output = rfa("bench", *TINY).output
-    (line,) = (line for line in output.splitlines() if line.strip().startswith("forward"))
-    # min, avg, median, max; 10 TFLOP/s at 2 ms are 20 at 1 ms, and 6.667 at 3 ms; 10 of 40
-    assert line.split()[1:] == ["1.000", "3.000", "2.000", "6.000", "20", "6.667", "25.0", "3.0"]
-
-
-def test_presets_and_options_that_change_them(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    options = ("--preset", "batch-inference", "--batch", "1", "--seqlen", "16", "--repeats", "1")
-    assert rfa("bench", *options, "--json", str(path)).exit_code == 0
-    (row,) = load(path).rows
-    assert row.passes == "forward", "inference has no gradients"
-    assert (row.workload["batch"], row.workload["seqlen"]) == (1, 16)
-    assert (row.workload["nheads"], row.workload["headdim"]) == (8, 64)
-
-
-def test_compare_says_who_is_best_and_who_is_not_here(tmp_path: Path) -> None:
-    path = tmp_path / "compare.json"
-    result = rfa("compare", *TINY, "--seqlen", "16", "--json", str(path))
-    assert result.exit_code == 0, result.output
-    for words in (
-        "fastest, forward:",
-        "fastest, both:",
-        "1.00x",
-        "error of out",
-        "xFormers cannot be imported",
-        "flash-attn 4 cannot: it needs an NVIDIA GPU",
-    ):
-        assert words in result.output
-    rows = load(path).rows
-    assert {row.implementation for row in rows} == set(implementation_names())
-    assert {row.implementation for row in rows if row.failed is None} == set(HERE)
-
-
-def test_compare_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
-        found = {"torch standard": (6.0, 9 << 20), "reference": (2.0, 5 << 20)}
-        errors = {"out": {"relative": 1e-3}, "dq": {"relative": 2e-3}, "dk": {"relative": 4e-3}}
-        rows = [
-            Row("compare", name, "both", of.to_dict(), {}, (ms,), 12 / ms, size, errors=errors)
-            for name, (ms, size) in found.items()
-        ]
-        return [*rows, Row("compare", "fa2", "both", of.to_dict(), failed="out of memory: [9 GiB]")]
-
-    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
-    result = rfa("compare", *TINY)
-    assert result.exit_code == 0, result.output
-    (line,) = (x for x in result.output.splitlines() if x.strip().startswith("reference"))
-    assert line.split()[1:] == ["2.000", "6", "3.00x", "5.0", "1.0e-03", "4.0e-03"]
-    assert "fastest, both: reference (2.000 ms)" in result.output
-    assert "leanest: reference (5.0 MiB)" in result.output
-    assert "fa2: out of memory: [9 GiB]" in result.output
-    (line,) = (x for x in result.output.splitlines() if x.strip().startswith("fa2 "))
-    assert line.split() == ["fa2", "out", "of", "memory"], "a row that says so"
-
-
-def test_compare_shows_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
-        errors = {name: {"relative": 1e-3} for name in ("out", "dq", "dk")}
-        errors["dk"] = {"relative": math.nan}
-        return [Row("compare", "fa2", "both", of.to_dict(), {}, (1.0,), 1.0, 0, errors=errors)]
-
-    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
-    output = rfa("compare", *TINY).output
-    (line,) = (line for line in output.splitlines() if line.strip().startswith("fa2"))
-    assert line.split()[-2:] == ["1.0e-03", "nan"]
-
-
-def test_what_is_there_is_written_if_the_user_has_had_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for command in ("bench", "compare"):
-        path, calls = tmp_path / f"{command}.json", []
-
-        def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
-            calls.append(of)  # noqa: B023
-            if len(calls) > 1:  # noqa: B023
-                raise KeyboardInterrupt
-            return [Row("bench", "fa2", "forward", of.to_dict(), {}, (1.0,), 1.0)]
-
-        monkeypatch.setattr(f"ring_flash_attn.cli.{command}.measure", measured)
-        result = rfa(command, *TINY, "--seqlen", "16,32", "--json", str(path))
-        assert result.exit_code != 0
-        (row,) = load(path).rows
-        assert row.workload["seqlen"] == 16
-
-
-def test_a_failed_row_leaves_the_others_readable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
-        row = Row("bench", "fa2", "forward", of.to_dict(), {}, (1.0,), 1.0)
-        return [row if of.seqlen == 16 else replace(row, failed="a long story " * 9)]
-
-    monkeypatch.setattr("ring_flash_attn.cli.bench.measure", measured)
-    lines = rfa("bench", *TINY, "--seqlen", "16,32").output.splitlines()
-    (good,) = (line for line in lines if line.strip().startswith("16"))
-    assert good.split()[2:6] == ["1.000"] * 4
-    (bad,) = (line for line in lines if line.strip().startswith("32"))
-    assert bad.split() == ["32", "forward", "failed"]
-    assert any(line.startswith("fa2: a long story a long story") for line in lines)
-
-
-def test_a_file_that_cannot_be_written_after_all() -> None:
-    result = rfa("bench", *TINY, "--seqlen", "16", "--json", "/dev/full")
-    assert result.exit_code == 1
-    assert "cannot write /dev/full" in result.output
-
-
-def test_compare_against_another() -> None:
-    names = ("reference", "SDPA math", "--versus", "SDPA math")
-    result = rfa("compare", *names, *TINY, "--seqlen", "16", "--no-grad", "--no-errors")
-    assert result.exit_code == 0, result.output
-    (line,) = (x for x in result.output.splitlines() if x.strip().startswith("SDPA math"))
-    assert "1.00x" in line
-    assert "backward" not in result.output
-    assert line.split()[-2:] == ["n/a", "n/a"], "no errors were asked for"
-    result = rfa("compare", "SDPA math", *TINY, "--seqlen", "16", "--versus", "auto", "--no-errors")
-    (line,) = (x for x in result.output.splitlines() if x.strip().startswith("reference"))
-    assert "1.00x" in line, "it runs too, by the name that it has"
-    result = rfa("compare", "SDPA math", "reference", *TINY, "--seqlen", "16", "--no-errors")
-    assert "speed-up: against SDPA math" in result.output
-
-
-@pytest.mark.parametrize("command", ["bench", "compare"])
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--seqlen", "many"), "--seqlen"),
-        (("--seqlen", "0"), "--seqlen"),
-        (("--seqlen", ""), "--seqlen"),
-        (("--nheads-k", "3"), "query heads"),
-        (("--window", "5"), "--window"),
-        (("--dtype", "int8"), "int8"),
-        (("--preset", "gpt9"), "gpt9"),
-        (("--device", "tpu"), "tpu"),
-        (("--json", "/proc/none/a.json"), "cannot write"),
-        (("--repeats", "0"), "--repeats"),
-    ],
-)
-def test_wrong_options_are_refused(command: str, options: tuple[str, ...], words: str) -> None:
-    result = rfa(command, *options)
-    assert result.exit_code == 2
-    assert words in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("bench", "--kernel", "nobody"), "nobody"),
-        (("bench", "--kernel", "fa2", "--device", "cpu"), "NVIDIA GPU"),
-        (("compare", "nobody"), "nobody"),
-        (("compare", "--versus", "nobody"), "nobody"),
-    ],
-)
-def test_who_is_not_there_is_refused(arguments: tuple[str, ...], words: str) -> None:
-    result = rfa(*arguments)
-    assert result.exit_code == 2
-    assert words in result.output
-
-
-def test_results_are_json(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    rfa("bench", *TINY, "--seqlen", "16", "--json", str(path))
-    json.loads(path.read_text(), parse_constant=pytest.fail)

@@ -18,6 +18,7 @@ from ..tiles import Mask
 from .drawing.schedule import Schedule, make_schedule
 from .drawing.svg import draw_svg
 from .drawing.terminal import render
+from .groups import check_lengths
 from .measuring import JsonFile, write_json
 
 del _routes
@@ -29,7 +30,9 @@ def draw(
     ],
     route: Annotated[str, typer.Option(help=f"One of {', '.join(route_names())}.")] = "ring",
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 4,
-    seqlen: Annotated[int, typer.Option(min=1, help="Tokens, over all ranks.")] = 16,
+    seqlen: Annotated[
+        int | None, typer.Option(min=1, help="Tokens, over all ranks; by default 16.")
+    ] = None,
     cu_seqlens: Annotated[
         str | None, typer.Option(help="Packed documents instead, such as 0,5,16.")
     ] = None,
@@ -61,7 +64,10 @@ def draw(
         check_route(route)
         if sources_per_launch > 1 and route != "ring":
             raise ValueError(f"--sources-per-launch {sources_per_launch}: not with route {route!r}")
-        lengths = _lengths(seqlen, cu_seqlens)
+        if heads_k_stride is not None and route != "all_gather":
+            raise ValueError(f"--heads-k-stride {heads_k_stride}: not with route {route!r}")
+        check_lengths(seqlen, cu_seqlens)
+        lengths = _lengths(16 if seqlen is None else seqlen, cu_seqlens)
         mask = _mask(causal, window)
         schedules = []
         for name in layouts:

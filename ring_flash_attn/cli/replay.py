@@ -18,6 +18,7 @@ from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
 from .drawing.timeline import draw_timeline
+from .groups import check_lengths
 from .measuring import make_results, write
 from .replaying import explain, held_table, notes, tables
 from .screen import screen, status
@@ -36,7 +37,9 @@ def replay(
     kernel: Annotated[
         str, typer.Option(help=f"One of {', '.join((AUTO, NATIVE, *kernel_names()))}.")
     ] = AUTO,
-    seqlen: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 8192,
+    seqlen: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each rank; by default 8192.")
+    ] = None,
     cu_seqlens: Annotated[
         str | None,
         typer.Option(
@@ -95,6 +98,7 @@ def replay(
     try:
         for path in (json_file, svg):
             check_output(path)
+        check_lengths(seqlen, cu_seqlens)
         with status(console, "replaying") as report:
             found = run_replay(
                 world_size=world_size,
@@ -102,7 +106,7 @@ def replay(
                 layout=layout,
                 route=route,
                 kernel=kernel,
-                seqlen=seqlen,
+                seqlen=8192 if seqlen is None else seqlen,
                 cu_seqlens=None if cu_seqlens is None else _offsets(cu_seqlens),
                 batch=batch,
                 nheads=nheads,

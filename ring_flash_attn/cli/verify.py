@@ -17,6 +17,7 @@ from ..comm import launch
 from ..kernels.base import AUTO, NATIVE, check_kernel, kernel_names
 from ..layout import get_layout, layout_names
 from ..plan import check_route, route_names
+from .groups import check_backend, check_no_group, check_timeout, check_world_size
 from .screen import screen
 from .verifying.answers import torch_dtype
 from .verifying.cases import DTYPES, Case, Choice, make_cases
@@ -28,6 +29,7 @@ from .verifying.questions import FEATURES, Size
 from .verifying.report import exit_code, print_report
 
 _SIZE = Size()
+_RANKS, _TIMEOUT = 4, 300.0
 
 Names = Annotated[
     list[str] | None,
@@ -37,7 +39,9 @@ Names = Annotated[
 
 def verify(
     names: Names = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 4,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks; by default 4, or torchrun's.")
+    ] = None,
     layout: Annotated[
         list[str] | None, typer.Option(help=f"Only these: {', '.join(layout_names())}.")
     ] = None,
@@ -67,7 +71,9 @@ def verify(
     nheads_k: Annotated[int, typer.Option(min=1)] = _SIZE.nheads_k,
     headdim: Annotated[int, typer.Option(min=1)] = _SIZE.headdim,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds that a rank may take for a case.")] = 300,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds that a rank may take for a case; 300.")
+    ] = None,
     report: Annotated[
         bool,
         typer.Option(
@@ -98,6 +104,10 @@ def verify(
     torchrun --nproc_per_node 8 -m ring_flash_attn.cli verify --device cuda
     """
     ranks = None if virtual else launch.torchrun_rank()
+    try:
+        size, patience = _ranks(virtual, world_size, backend, timeout)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     choice = Choice(
         names=tuple(names or ()),
         layouts=tuple(layout or ()),
@@ -105,7 +115,7 @@ def verify(
         kernels=tuple(kernel or (AUTO,)),
         dtypes=tuple(dtype or ()),
         features=tuple(feature or ()),
-        world_size=ranks[1] if ranks else world_size,
+        world_size=size,
         device=device,
         virtual=virtual,
         seed=seed,
@@ -116,12 +126,13 @@ def verify(
         for path in (json_file, markdown) if speaks else ():
             check_output(path)
         _check(choice)
+        group = "" if virtual else check_backend(backend, device, size)
         cases = make_cases(choice)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = screen(quiet=not speaks)
     start = time.perf_counter()
-    results = _run(cases, choice, backend, timeout, console)
+    results = _run(cases, choice, group, patience, console)
     seconds = time.perf_counter() - start
     print_report(console, results, verbose, seconds)
     if report:
@@ -136,6 +147,16 @@ def verify(
         if path is not None:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
     raise typer.Exit(exit_code(results))
+
+
+def _ranks(
+    virtual: bool, world_size: int | None, backend: str | None, timeout: float | None
+) -> tuple[int, float]:
+    """How many, and how long they may take; ValueError for what does not go together."""
+    if virtual:
+        check_no_group("--virtual has all ranks in this process", backend, timeout)
+        return _RANKS if world_size is None else world_size, _TIMEOUT
+    return check_world_size(world_size, _RANKS), check_timeout(timeout, _TIMEOUT)
 
 
 def _check(choice: Choice) -> None:
@@ -162,7 +183,7 @@ def _check(choice: Choice) -> None:
 
 
 def _run(
-    cases: Sequence[Case], choice: Choice, backend: str | None, timeout: float, console: Console
+    cases: Sequence[Case], choice: Choice, backend: str, timeout: float, console: Console
 ) -> list[Result]:
     """All results, with a progress bar on a terminal."""
     columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

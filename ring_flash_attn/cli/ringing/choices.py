@@ -13,6 +13,7 @@ from ...bench.workload import find_dtype
 from ...kernels.base import AUTO, check_kernel
 from ...layout import FLAT_PREFIX, get_layout
 from ...plan import check_route
+from ..groups import check_lengths
 from ..verifying.cases import Choice, Named, chosen_functions, points
 from .way import Way
 
@@ -65,6 +66,10 @@ def choose_targets(asked: Asked, way: Way) -> Chosen:
     places = _places(asked)
     if asked.cu_seqlens is not None and not any(packed for *_, packed in places):
         raise ValueError(f"--cu-seqlens {asked.cu_seqlens}: none of the functions is for documents")
+    if asked.cu_seqlens is not None and all(packed for *_, packed in places):
+        check_lengths(asked.seqlen, asked.cu_seqlens)
+        if asked.batch != 1:
+            raise ValueError(f"--batch {asked.batch}: --cu-seqlens says how many documents")
     if asked.heads_k_stride is not None and all(route != "all_gather" for _, _, route, _ in places):
         raise ValueError(f"--heads-k-stride {asked.heads_k_stride}: no function gathers keys")
     targets, impossible = [], []

@@ -57,10 +57,9 @@ class Result:
 
 
 def check_all(
-    cases: Sequence[Case], choice: Choice, backend: str | None, timeout: float
+    cases: Sequence[Case], choice: Choice, backend: str, timeout: float
 ) -> Iterator[Result]:
     """Results in the order of the cases, each as soon as all ranks have it."""
-    backend = backend or launch.default_backend(choice.device, choice.world_size)
     if choice.virtual:
         with _one_thread():
             yield from map(_result, cases, _virtually(cases, choice))

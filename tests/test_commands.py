@@ -1,4 +1,4 @@
-"""`--json` of the commands that measure nothing, and `--help` of all."""
+"""What all commands have in common: `--json`, `--help`, and that no option is ignored."""
 
 from __future__ import annotations
 
@@ -60,3 +60,37 @@ def test_files_that_cannot_be_written_are_refused(command: str, tmp_path: Path) 
     result = rfa(command, *arguments, "--json", str(tmp_path))
     assert result.exit_code == 2
     assert "cannot write" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("verify --virtual --backend gloo", "--backend gloo"),
+        ("verify --virtual --timeout 5", "--timeout 5"),
+        ("verify --backend pigeon", "pigeon"),
+        ("verify --backend nccl", "nccl needs a GPU"),
+        ("verify --timeout 0", "--timeout must be positive"),
+        ("draw zigzag --heads-k-stride 1", "--heads-k-stride 1"),
+        ("draw zigzag --seqlen 4 --cu-seqlens 0,4", "--seqlen 4 and --cu-seqlens 0,4"),
+        ("replay --seqlen 4 --cu-seqlens 0,4", "--seqlen 4 and --cu-seqlens 0,4"),
+        ("ring ring_flash_attn_varlen_func --batch 3 --cu-seqlens 0,8", "--batch 3"),
+        ("ring ring_flash_attn_varlen_func --seqlen 3 --cu-seqlens 0,8", "--seqlen 3"),
+    ],
+)
+def test_what_would_mean_nothing_is_refused(command: str, words: str) -> None:
+    result = rfa(*command.split())
+    assert result.exit_code == 2, result.output
+    assert words in result.output
+
+
+def test_the_number_of_ranks_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    for command in ("verify", "ring"):
+        result = rfa(command, "--world-size", "2")
+        assert result.exit_code == 2, result.output
+        assert "--world-size 2: torchrun has started 3 ranks" in result.output
+        result = rfa(command, "--world-size", "3", "--timeout", "9", "--device", "cpu")
+        assert result.exit_code == 2, result.output
+        assert "torchrun itself watches" in result.output

@@ -1,0 +1,57 @@
+"""Options of commands that run ranks: what goes with torchrun's, with new ones, and with none."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..comm import launch
+
+_BACKENDS = ("gloo", "nccl")
+
+
+def check_world_size(given: int | None, usual: int) -> int:
+    """torchrun's, or what the user says, or the usual one; ValueError if the first two differ."""
+    joined = launch.torchrun_rank()
+    if joined is None:
+        return usual if given is None else given
+    if given not in (None, joined[1]):
+        raise ValueError(f"--world-size {given}: torchrun has started {joined[1]} ranks")
+    return joined[1]
+
+
+def check_timeout(given: float | None, usual: float) -> float:
+    """ValueError for one that would mean nothing."""
+    if given is None:
+        return usual
+    if not given > 0:
+        raise ValueError(f"--timeout must be positive, not {given:g}")
+    if launch.torchrun_rank() is not None:
+        raise ValueError(f"--timeout {given:g}: torchrun itself watches the ranks it started")
+    return given
+
+
+def check_backend(given: str | None, device: str, world_size: int) -> str:
+    """The backend of the group; ValueError for one that there is not, or not here."""
+    if given is None:
+        return launch.default_backend(device, world_size)
+    if given not in _BACKENDS:
+        raise ValueError(f"unknown backend {given!r}; choose one of {', '.join(_BACKENDS)}")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if given == "nccl" and (device == "cpu" or torch.cuda.device_count() < here):
+        raise ValueError(f"--backend nccl needs a GPU for each of {here} ranks")
+    return given
+
+
+def check_no_group(why: str, backend: str | None, timeout: float | None) -> None:
+    """ValueError for options of a group where there is none."""
+    for name, value in (("--backend", backend), ("--timeout", timeout)):
+        if value is not None:
+            raise ValueError(f"{name} {value}: {why}, without a group")
+
+
+def check_lengths(seqlen: int | None, cu_seqlens: str | None) -> None:
+    """ValueError if both are given: they say the same thing."""
+    if seqlen is not None and cu_seqlens is not None:
+        raise ValueError(f"--seqlen {seqlen} and --cu-seqlens {cu_seqlens}: give one of them")
