@@ -447,7 +447,6 @@ def test_the_command_without_communication() -> None:
         (("--kernel", "abacus"), "abacus"),
         (("--kernel", "triton"), "needs a GPU"),
         (("--dtype", "int8"), "int8"),
-        (("--cu-seqlens", "0,x"), "0,x"),
         (("--existing",), "NVIDIA GPU"),
         (("--existing-kernel", "abacus"), "abacus"),
         (("--device", "abacus"), "abacus"),
@@ -459,3 +458,9 @@ def test_wrong_options_are_refused_by_name(arguments: tuple[str, ...], word: str
     result = rfa(*SHAPE, "--device", "cpu", *arguments)
     assert result.exit_code == 2
     assert word in result.output
+
+
+def test_wrong_offsets_are_refused() -> None:
+    result = rfa("--device", "cpu", "--cu-seqlens", "0,x")
+    assert result.exit_code == 2
+    assert "--cu-seqlens must be whole numbers and commas, not '0,x'" in result.output
