@@ -413,4 +413,4 @@ def test_on_a_gpu_ranks_and_replays_are_timed(world_size: int, tmp_path: Path) -
         check_row(row, world_size)
         assert row.peak_bytes is not None
         assert ("link" in row.placement) == (world_size > 1)
-        assert row.placement.get("backend") == (None if world_size > 1 else "cpu:gloo,cuda:nccl")
+        assert row.placement.get("backend") == (None if world_size > 1 else "nccl")

@@ -43,6 +43,16 @@ def test_short_works_run_more_often() -> None:
     assert [ran.count(name) for name in ("long", "middle", "short")] == [2, 6, 16]
 
 
+def test_far_slower_works_sit_rounds_out() -> None:
+    """Until their runs take a second in all, but not below five rounds; others never do."""
+    spans = {"a": [10.0], "b": [10.0], "c": [10.0], "long": [40.0]}
+    spans |= {"slow": [120.0], "slowest": [9000.0]}
+    _, ran, _ = _timed(30, **spans)
+    assert [ran.count(name) for name in spans] == [120, 120, 120, 30, 8, 5]
+    _, ran, _ = _timed(30, slow=[9000.0], slowest=[9500.0])
+    assert [ran.count(name) for name in ("slow", "slowest")] == [30, 30]
+
+
 def test_medians_over_all_runs() -> None:
     """One disturbed run, or one bad round, moves nothing; nor do the runs that warm up."""
     warm = [100.0] * WARM_UP

@@ -20,6 +20,7 @@ WARM_UP = 3  # runs; compiles kernels
 _FLUSH = 1 << 28  # 1/4 GiB of zeros: a cold L2, and time to queue in
 _MOST_LEAD, _MARGIN = 40.0, 1.25  # ms; of the host's time, which varies
 _MOST_RUNS = 8  # of a short work in a round
+_SLOW, _ENOUGH, _FEWEST = 4, 1000.0, 5  # times the median work; ms of all its runs; rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def interleaved(
     """All runs of works that take turns, each round beginning with another one.
 
     A short work has several runs in each round, as many as a long one's time allows: one disturbed
-    run is a large part of it.
+    run is a large part of it. One that is far slower than the others sits rounds out.
     """
     tried: dict[Name, Timing] = {}
     for name, work in works.items():
@@ -130,13 +131,17 @@ def interleaved(
         for _ in range(WARM_UP):
             work()
         tried[name] = watch.time(work)
-    longest = max(each.device for each in tried.values())
+    usual = statistics.median(each.device for each in tried.values())
+    turns = {name: _every(each.device, usual, rounds) for name, each in tried.items()}
+    longest = max(each.device for name, each in tried.items() if turns[name] == 1)
     found: dict[Name, list[Timing]] = {name: [] for name in works}
     order = list(works)
     for number in range(rounds):
         report(f"round {number + 1} of {rounds}")
         first = number % len(order)
         for name in order[first:] + order[:first]:
+            if number % turns[name]:
+                continue
             for _ in range(_runs(tried[name].device, longest)):
                 found[name].append(watch.time(works[name], tried[name].host))
     return {
@@ -147,6 +152,13 @@ def interleaved(
 
 def _runs(own: float, longest: float) -> int:
     return max(1, min(_MOST_RUNS, int(longest / max(own, 1e-6))))
+
+
+def _every(own: float, usual: float, rounds: int) -> int:
+    """It takes part in every so many rounds."""
+    if own <= _SLOW * usual:
+        return 1
+    return max(1, min(math.ceil(own * rounds / _ENOUGH), rounds // _FEWEST))
 
 
 def peak_bytes(work: Work, device: torch.device) -> int | None:
