@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ring_flash_attn.bench import peers
 from ring_flash_attn.bench.exact import exact
@@ -359,3 +360,23 @@ def test_what_the_driver_tells(
 def test_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFA_COMMIT", "abc")
     assert commit() == "abc"
+
+
+@pytest.mark.parametrize("seqlen", [100, 512, 700])
+@pytest.mark.parametrize("window", [(-1, -1), (0, -1), (127, 0), (128, 129), (300, -1), (-1, 255)])
+def test_flex_attention_gets_the_mask_that_torch_would_make(
+    seqlen: int, window: tuple[int, int]
+) -> None:
+    causal = window == (-1, -1)
+    mask = peers._flex_mask(Workload(seqlen=seqlen, causal=causal, window=window), CPU)
+    lengths = (seqlen, seqlen)
+    want = create_block_mask(mask.mask_mod, None, None, *lengths, "cpu")
+    for name in ("kv", "full_kv", "q", "full_q"):
+        got, right = (_blocks(each, name) for each in (mask, want))
+        assert got == right, name
+
+
+def _blocks(mask: BlockMask, name: str) -> list[set[int]]:
+    """Of each row, the blocks that it lists."""
+    counts, lists = (getattr(mask, f"{name}_{part}")[0, 0] for part in ("num_blocks", "indices"))
+    return [set(row[:count].tolist()) for count, row in zip(counts.tolist(), lists, strict=True)]

@@ -19,6 +19,7 @@ from .workload import Workload
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # all (batch, seqlen, nheads, headdim)
 _NO_WINDOW = (-1, -1)
 _HALF = (torch.float16, torch.bfloat16)
+_BLOCK = 128  # FlexAttention's
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,31 @@ def _flex_why(workload: Workload, device: torch.device) -> list[str]:
     return [] if device.type == "cuda" else [f"it is compared on GPUs, not on {device}"]
 
 
-def _flex(workload: Workload, device: torch.device) -> Attention:
+def _flex_blocks(seqlen: int, left: int | None, right: int | None) -> tuple[Tensor, Tensor]:
+    """Of blocks of queries and keys: whether some pair is seen, and whether all are.
+
+    FlexAttention's own function looks at every pair, and takes a minute to compile.
+    """
+    first = torch.arange(0, seqlen, _BLOCK)
+    last = (first + _BLOCK).clamp(max=seqlen) - 1
+    nearest, farthest = first - last[:, None], last - first[:, None]  # key - query
+    inside = first + _BLOCK <= seqlen
+    some = torch.ones_like(nearest, dtype=torch.bool)
+    whole = inside & inside[:, None]
+    if left is not None:
+        some, whole = some & (farthest >= -left), whole & (nearest >= -left)
+    if right is not None:
+        some, whole = some & (nearest <= right), whole & (farthest <= right)
+    return some, whole
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many each row has, and which; those it has not come last."""
+    order = (~blocks).int().argsort(dim=1, stable=True)
+    return blocks.sum(1).int(), order.int()
+
+
+def _flex_mask(workload: Workload, device: torch.device) -> Any:
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     left, right = workload.mask.left, workload.mask.right
 
@@ -175,11 +200,17 @@ def _flex(workload: Workload, device: torch.device) -> Attention:
             seen = seen & (key - query <= right)
         return seen
 
-    mask = None
-    if left is not None or right is not None:
-        lengths = (workload.seqlen, workload.seqlen)
-        # compiled, it never holds seqlen × seqlen entries
-        mask = flex.create_block_mask(sees, None, None, *lengths, str(device), _compile=True)
+    if left is None and right is None:
+        return None
+    some, whole = _flex_blocks(workload.seqlen, left, right)
+    lists = (x.to(device)[None, None] for x in (*_listed(some & ~whole), *_listed(whole)))
+    lengths = (workload.seqlen, workload.seqlen)
+    return flex.BlockMask.from_kv_blocks(*lists, _BLOCK, sees, seq_lengths=lengths)
+
+
+def _flex(workload: Workload, device: torch.device) -> Attention:
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    mask = _flex_mask(workload, device)
     torch.compiler.reset()  # after 8 shapes torch would give up, and run it uncompiled
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     groups = workload.nheads != workload.nheads_k
