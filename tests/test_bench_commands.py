@@ -170,7 +170,7 @@ def test_compare_against_another() -> None:
     (line,) = (x for x in result.output.splitlines() if x.strip().startswith("SDPA math"))
     assert "1.00x" in line
     assert "backward" not in result.output
-    assert line.split()[-2:] == ["n/a", "n/a"], "no errors were asked for"
+    assert "error of" not in result.output, "no errors were asked for"
     result = rfa("compare", "SDPA math", *TINY, "--seqlen", "16", "--versus", "auto", "--no-errors")
     (line,) = (x for x in result.output.splitlines() if x.strip().startswith("reference"))
     assert "1.00x" in line, "it runs too, by the name that it has"

@@ -212,7 +212,7 @@ def test_a_replay_says_so(tmp_path: Path) -> None:
     names = ("stripe_flash_attn_func", "stripe_flash_attn_kvpacked_func")
     result = rfa(*names, *HERE, "--replay", "--link", "pcie5", "--no-grad", "--json", str(file))
     assert result.exit_code == 0, result.output
-    assert "Replays of 2 ranks, one at a time, on one device" in result.output
+    assert "Replays of 2 ranks (the first, the last and the one" in result.output
     assert "Communication is emulated, pcie5: 64 GB/s" in result.output
     assert "backward" not in result.output.split("GB: most memory")[0]
     written = load(file)
@@ -223,6 +223,17 @@ def test_a_replay_says_so(tmp_path: Path) -> None:
         assert row.ms == found.ours.slowest(both=False).measured.times.forward
         assert row.values["theoretic_ms"] == found.ours.theoretic.forward
         assert (row.values["slowest"], row.placement["link"]) == (1.0, "pcie5")
+
+
+def test_a_replay_is_of_the_ranks_that_matter(tmp_path: Path) -> None:
+    """Documents of 36 and 12 tokens, laid out in one piece: the third of 4 ranks has most pairs."""
+    file = tmp_path / "ring.json"
+    sizes = ("--world-size", "4", "--cu-seqlens", "0,9,12", "--nheads", "2", "--nheads-k", "1")
+    options = ("--headdim", "8", "--repeats", "1", "--replay", "--no-grad", "--json", str(file))
+    result = rfa("llama3_flash_attn_varlen_func", *sizes, *options)
+    assert result.exit_code == 0, result.output
+    (found,) = (Replay.from_dict(each) for each in load(file).details["replays"].values())
+    assert [each.rank for each in found.ours.ranks] == [0, 2, 3]
 
 
 def test_a_layout_and_route_that_no_function_is_named_after() -> None:

@@ -111,6 +111,12 @@ class Scenario:
         qkv = make(self.nheads), make(self.nheads_k), make(self.nheads_k)
         return qkv, make(self.nheads)
 
+    @property
+    def busiest_rank(self) -> int:
+        """The one with most pairs to compute; of several the last, which merges most."""
+        plans = {rank: make_plan(self.route, self.problem, rank) for rank in range(self.world_size)}
+        return max(plans, key=lambda rank: (plans[rank].pairs, rank))
+
     def size(self, rank: int) -> int:
         """Tokens in the shard of a rank."""
         return self.problem.size(Side.QUERY, rank)

@@ -149,7 +149,8 @@ def _table(rows: Sequence[Row], versus: str) -> Table:
     for each in passes:
         for column in (f"{each} ms", "TFLOP/s", "speed-up"):
             table.add_column(column, justify="right", no_wrap=True)
-    for column in ("MiB", "error of out", "of gradients"):
+    compared = any(row.errors for row in rows)
+    for column in ("MiB", *(("error of out", "of gradients") if compared else ())):
         table.add_column(column, justify="right", no_wrap=True)
     base = {row.passes: row.ms for row in rows if row.implementation == versus}
     for name in dict.fromkeys(row.implementation for row in rows):
@@ -161,7 +162,7 @@ def _table(rows: Sequence[Row], versus: str) -> Table:
             continue
         cells = [cell for each in passes for cell in _cells(mine[each], base.get(each))]
         last = mine[passes[-1]]
-        table.add_row(name, *cells, mib(last.peak_bytes), *_errors(last))
+        table.add_row(name, *cells, mib(last.peak_bytes), *(_errors(last) if compared else ()))
     return table
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 
 from ...kernels.base import check_kernel, choose_kernel
-from ...plan import make_plan
 from ..contenders import with_chosen_kernel
 from ..link import NONE, find_link
 from ..pace import check_link
 from ..peers import call_of
-from ..scenario import Scenario
 from ..workload import Workload
 from .subject import Subject, scenario_of
 
@@ -55,14 +53,7 @@ def make_subject(
     ranks = None if rank is None else [rank]
     scenario = scenario_of(workload, device, kernel, world_size, ranks=ranks, **where)
     scenario = with_chosen_kernel(scenario)
-    busiest = _busiest(scenario) if rank is None else rank
+    busiest = scenario.busiest_rank if rank is None else rank
     return Subject(
         workload, device, scenario.kernel, grad, world_size, busiest, **where, link=link or NONE
-    )
-
-
-def _busiest(scenario: Scenario) -> int:
-    return max(
-        scenario.ranks,
-        key=lambda rank: (make_plan(scenario.route, scenario.problem, rank).pairs, rank),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -23,7 +24,9 @@ def replay_rings(
     passes: Sequence[str],
     report: Callable[[str], None],
 ) -> tuple[list[Finding], dict[str, Replay]]:
-    """Replay all ranks of each target, one at a time; targets of one scenario share a replay.
+    """Replay ranks of each target, one at a time; targets of one scenario share a replay.
+
+    Of all ranks these three: the first, which receives most, the last, and the one with most pairs.
 
     Args:
         targets: what to time.
@@ -59,8 +62,10 @@ def _replayed(
     def say(line: str) -> None:
         report(f"{target.name}: {line}")
 
+    scenario = target.scenario
+    ranks = sorted({0, scenario.busiest_rank, scenario.world_size - 1})
     try:
-        return Session(target.scenario, link, repeats, say).run(None, False)
+        return Session(replace(scenario, ranks=tuple(ranks)), link, repeats, say).run(None, False)
     except Exception as error:  # of any library: the other functions go on
         failed = in_words(error)
     if target.scenario.device.type == "cuda":

@@ -41,8 +41,9 @@ def _explain(found: Found) -> Iterator[str]:
     where = device_name(way.device)
     if way.is_replay:
         yield (
-            f"Replays of {size} ranks, one at a time, on one device ({where}): no other rank is "
-            "there, and what a rank receives is random data."
+            f"Replays of {size} ranks (the first, the last and the one with most pairs), one at a "
+            f"time, on one device ({where}): no other is there, and what they receive is random "
+            "data."
         )
         if way.link is None:
             yield "Communication is removed: messages cost nothing. --link emulates one."
@@ -55,7 +56,9 @@ def _explain(found: Found) -> Iterator[str]:
             yield "gloo takes what GPUs send through the host: times say little about NCCL."
     yield from _sizes([finding.target for finding in found.findings])
     rounds = f"{found.repeats} interleaved rounds" if found.repeats > 1 else "one round"
-    counts = "the slowest rank counts" if way.is_replay else "of each run the slowest rank counts"
+    counts = (
+        "the slowest of them counts" if way.is_replay else "of each run the slowest rank counts"
+    )
     yield f"Medians of {rounds}; {counts}."
 
 
