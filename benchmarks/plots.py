@@ -43,25 +43,61 @@ def shape(row: Row) -> str:
     return f"{work['batch']} × {work['seqlen']}<br>{heads}<br>{seen}"
 
 
+def beside(titles: Sequence[str]) -> go.Figure:
+    return make_subplots(
+        1, len(titles), subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04
+    )
+
+
 def kernels(path: Path) -> None:
     """TFLOP/s on one device."""
-    rows = load(RESULTS / "kernels_h200.json").rows
-    titles = ("forward", "backward")
-    figure = make_subplots(1, 2, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
+    files = ("compare_causal_d128", "compare_full_d128", "compare_causal_d64")
+    rows = [row for file in files for row in load(RESULTS / f"{file}_h200.json").rows]
+    figure = beside(("forward", "backward"))
     for column, passes in enumerate((FORWARD, BACKWARD), 1):
-        for name, who in (("triton", "triton"), ("cudnn", "SDPA cuDNN"), ("fa2", "SDPA flash")):
-            mine = [row for row in rows if (row.implementation, row.passes) == (who, passes)]
+        for name, colour in COLOURS.items():
+            mine = [row for row in rows if (row.implementation, row.passes) == (name, passes)]
             figure.add_bar(
                 x=[shape(row) for row in mine],
                 y=[row.tflops for row in mine],
                 text=[f"{row.tflops:.0f}" for row in mine],
                 name=name,
-                marker_color=COLOURS[name],
+                marker_color=colour,
                 showlegend=column == 1,
                 row=1,
                 col=column,
             )
     figure.update_yaxes(title_text="TFLOP/s", col=1)
+    finish(figure, path)
+
+
+def lengths(path: Path) -> None:
+    """TFLOP/s against the length."""
+    found = load(RESULTS / "lengths_h200.json")
+    figure = beside(("forward", "backward"))
+    for column, passes in enumerate((FORWARD, BACKWARD), 1):
+        for name, colour in COLOURS.items():
+            mine = [r for r in found.rows if (r.implementation, r.passes) == (name, passes)]
+            figure.add_scatter(
+                x=[row.workload["seqlen"] for row in mine],
+                y=[row.tflops for row in mine],
+                name=name,
+                mode="lines+markers",
+                line_color=colour,
+                showlegend=column == 1,
+                row=1,
+                col=column,
+            )
+        figure.add_hline(
+            y=found.machine["peak"]["tflops"],
+            line_dash="dot",
+            annotation_text="product of two matrices",
+            row=1,
+            col=column,
+        )
+    ticks = [row.workload["seqlen"] for row in mine]
+    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{x // 1024}k" for x in ticks])
+    figure.update_yaxes(title_text="TFLOP/s", rangemode="tozero", col=1)
     finish(figure, path)
 
 
@@ -86,13 +122,7 @@ def replays(path: Path) -> None:
     theirs = sorted({row.implementation for row in rows if " " in row.implementation})
     contenders = [(name, None, EXISTING) for name in theirs]
     contenders += [(name, 4, COLOURS[name]) for name in kernels]
-    figure = make_subplots(
-        1,
-        2,
-        subplot_titles=("forward", "forward + backward"),
-        shared_yaxes=True,
-        horizontal_spacing=0.04,
-    )
+    figure = beside(("forward", "forward + backward"))
     for column, passes in enumerate((FORWARD, BOTH), 1):
         for name, sources, colour in contenders:
             share = slowest(rows, passes, name, sources).values["efficiency_percent"]
@@ -115,6 +145,7 @@ def replays(path: Path) -> None:
 
 def main(folder: str = "docs/img") -> None:
     kernels(Path(folder) / "kernels_h200.svg")
+    lengths(Path(folder) / "lengths_h200.svg")
     replays(Path(folder) / "replays_h200.svg")
 
 
