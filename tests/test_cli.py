@@ -53,6 +53,23 @@ def test_info_shows_our_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RFA_CHECK values" in rfa("info").output
 
 
+@pytest.mark.parametrize(
+    ("value", "why"), [("1", "it needs a Hopper GPU, not cpu"), ("0", "RFA_HOPPER=1 is not set")]
+)
+def test_info_says_which_kernels_triton_has(
+    value: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    monkeypatch.setenv("RFA_HOPPER", value)
+    host._unavailable.cache_clear()
+    (line,) = (x for x in rfa("info").output.splitlines() if x.startswith("triton has:"))
+    host._unavailable.cache_clear()
+    assert "portable kernels, not those for Hopper" in line
+    assert why in line
+
+
 # draw
 
 

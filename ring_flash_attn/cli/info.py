@@ -59,6 +59,18 @@ def tuned() -> str:
     return "\n".join([str(path), *lines])
 
 
+def triton_kernels(call: Call) -> str:
+    """Which kernels the Triton kernel consists of, in words."""
+    if isinstance(load_kernel("triton"), str):
+        return "no triton here"
+    from ..kernels.triton.hopper import host
+
+    reasons = host.why_not(call)
+    if not reasons:
+        return "kernels for Hopper"
+    return f"portable kernels, not those for Hopper ({'; '.join(reasons)})"
+
+
 def default_device() -> str:
     """ "cuda" where there is a GPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,6 +125,11 @@ def info(
     picks = _picks(reasons, plain_call(device, dtype, headdim))
     for choice, first in picks.items():
         console.print(f"{choice} picks: [bold]{first or 'nothing'}[/]")
+    console.print(
+        f"triton has: {triton_kernels(plain_call(device, dtype, headdim))}",
+        markup=False,
+        soft_wrap=True,
+    )
     facts = {"versions": versions(), "devices": devices(), "variables": variables()}
     write_json(console, {**facts, "why_not": reasons, "picks": picks}, json_file)
 

@@ -18,6 +18,7 @@ from ..base import Call, Grads, Saved, State
 from .backward import delta_kernel, keys_kernel, queries_kernel, stats_kernel
 from .config import DTYPES, blocks_for, own_and_loop
 from .forward import forward_kernel
+from .hopper import host as hopper
 from .launcher import INTERPRETED, fit, launch, launch_plain
 from .tables import table
 
@@ -53,6 +54,8 @@ class TritonKernel:
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
     ) -> None:
         """Advance `state` by the keys of `tiles`, in one launch."""
+        if not hopper.why_not(call):
+            return hopper.forward(q, k, v, tiles, state, call)
         out, result = state.out, state.out if state.result is None else state.result
         if out.dtype is not torch.float32:
             # Nothing is carried, so that the kernel does not touch `out`. It has to be fp32 all the
@@ -100,6 +103,9 @@ class TritonKernel:
         call: Call,
     ) -> None:
         """Add the gradients that `tiles` contribute to `grads`, in two launches."""
+        if not hopper.why_not(call):
+            run = hopper.ordered_backward if call.deterministic else hopper.backward
+            return run(dout, q, k, v, tiles, saved, grads, call)
         inputs = fit(q), fit(k), fit(v), fit(dout)
         stats = row_stats(saved, call)
         launch_backward("keys", inputs, (stats, grads.dk, grads.dv), tiles, call, grads.fresh_k)

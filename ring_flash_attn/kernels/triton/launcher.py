@@ -98,9 +98,9 @@ class _Launch:
         self.run(*arguments)
 
 
-def _with_base(x: Tensor | None, other: TensorDescriptor) -> TensorDescriptor:
+def _with_base(x: Tensor | None, other: Any) -> Any:
     """The other's descriptor for x, unchecked."""
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor = object.__new__(type(other))
     descriptor.__dict__.update(other.__dict__, base=x)
     return descriptor
 
@@ -156,13 +156,13 @@ def launch(
         *flags.values(),
         *[(x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
     )
-    if _again(key, tensors):
+    if again(key, tensors):
         return
     matrices = [Matrix(tensor, rows) for tensor, rows in loaded]
     arguments, options = _arguments(kernel, matrices, tensors, work, call, nheads, blocks, flags)
     pairs = tensors[0].shape[0] * nheads
     grid = (len(work.blocks) * pairs, 1, 1)  # one axis: the others end at 65535
-    _first(key, kernel, grid, arguments, len(tensors), options, work)
+    first(key, kernel, grid, arguments, len(tensors), options, work)
 
 
 def launch_plain(
@@ -173,11 +173,11 @@ def launch_plain(
         return
     kinds = [(x.dtype, x.data_ptr() % 16) for x in tensors]
     key = (kernel, programs, tensors[0].device, *kinds, *numbers)
-    if not _again(key, tensors):
-        _first(key, kernel, (programs, 1, 1), [*tensors, *numbers], len(tensors), {}, None)
+    if not again(key, tensors):
+        first(key, kernel, (programs, 1, 1), [*tensors, *numbers], len(tensors), {}, None)
 
 
-def _again(key: tuple[object, ...], tensors: Sequence[Tensor]) -> bool:
+def again(key: tuple[object, ...], tensors: Sequence[Tensor]) -> bool:
     """Launch what was launched before; False if it was not."""
     found = _launches.get(key)
     if found is None:
@@ -187,7 +187,7 @@ def _again(key: tuple[object, ...], tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def _first(
+def first(
     key: tuple[object, ...],
     kernel: Any,
     grid: tuple[int, int, int],
@@ -203,7 +203,7 @@ def _first(
         return
     kept, descriptors = list(arguments), 0
     for i in range(tensors):  # the cache does not keep tensors alive
-        is_descriptor = isinstance(kept[i], TensorDescriptor)
+        is_descriptor = not isinstance(kept[i], Tensor)
         kept[i] = _with_base(None, kept[i]) if is_descriptor else None
         descriptors += is_descriptor
     if len(_launches) >= _KEPT:
@@ -211,8 +211,8 @@ def _first(
     _launches[key] = _Launch(compiled[grid], tuple(kept), descriptors, work)
 
 
-def _base(x: Tensor | TensorDescriptor) -> Tensor:
-    base: Tensor = x.base if isinstance(x, TensorDescriptor) else x
+def _base(x: Any) -> Tensor:
+    base: Tensor = x if isinstance(x, Tensor) else x.base
     return base
 
 
@@ -244,7 +244,7 @@ def _arguments(
         "nheads": nheads,
         "group": call.nheads // call.nheads_k,
         "count": len(work.blocks),
-        "section": _section(pairs, nheads, work, call),
+        "section": section(pairs, nheads, work, call),
     }
     strides = [number for x in matrices for number in x.numbers]
     strides += [number for x in others for number in x.stride()[:3]]
@@ -279,7 +279,7 @@ def _arguments(
     return arguments + [constants[name] for name in names], options
 
 
-def _section(pairs: int, nheads: int, work: Table, call: Call) -> int:
+def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
     """How many pairs of batch and head are under way together; see `place` in `scores.py`."""
     # Query heads that share keys and values; programs that own keys have the whole group's.
     sharing = call.nheads // call.nheads_k if nheads == call.nheads else 1

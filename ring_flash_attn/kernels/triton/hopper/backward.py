@@ -1,0 +1,384 @@
+"""Backward on Hopper: one kernel for dQ, dK and dV.
+
+One program owns 128 keys of one KV head, 64 for each of two consumers, and walks through the blocks
+of queries that see them, of all query heads of its group: dK and dV stay in registers. Scores are
+computed the other way round, (keys, queries), so that p and ds are operands of dV and dK just as
+they are in registers. Only ds goes through shared memory, for dQ = ds' · k over the keys of both
+consumers, of which each computes half of the columns. The producer has them added to fp32 in memory
+by bulk copies, in no particular order.
+
+    producer      loads q, dout of block n + 1, n + 2 …   adds dQ of block n - 2, n - 1 …
+    consumer      S = k·q'  dP = v·dout'  ·p·  dV += p·dout  ·ds·  dK += ds·q   dQ of block n - 1
+                                                                 ↓             ↑
+    shared memory                                           ds of block n,  of block n - 1
+
+dQ of a block is computed one block later, so that no consumer waits for the other.
+
+    barrier       who arrives       what it says
+    kv_full       bulk copies       the program's keys and values are there
+    q_full[s]     bulk copies       stage s holds queries and their lse; do_full[s]: dout and delta
+    empty[s]      both consumers    they are done with stage s: ds of its block is in shared memory,
+                                    and dQ of the block before, whose ds nobody reads any more
+    dq_last       both consumers    dQ of the last block is in shared memory
+    dq_empty      the producer      dQ of a block has been added to memory
+
+Registers: with head dimension 128 a consumer's thread needs 128 for dK and dV, 64 for S and dP, and
+32 for p and ds as operands, of 240. So what is the same for all blocks is not kept but found again:
+addresses (`unknown_zero`) and a tile's numbers (`masked`); and lse and delta come through shared
+memory, where a block's first rows need them, rather than by a load of their own.
+"""
+
+# fmt: off
+
+from .gluon import (
+    add_tile,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_stats,
+    load_tile,
+    mbarrier,
+    thread_barrier,
+    wait_for_adds,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .pieces import (
+    ANY_NUMBER,
+    LOG2E,
+    barriers,
+    capped,
+    clear_from,
+    place,
+    put,
+    scalars,
+    unknown_zero,
+)
+
+HALF = gl.constexpr(64)  # keys of a consumer
+
+
+@gluon.jit
+def span_of(tiles_ptr, tile, j0, columns, KEYS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Rows of a tile's queries at which blocks begin and end.
+
+    Blocks from begin on need a mask, those from edge on none, those from whole to end one again. No
+    block is loaded from a row beyond `last`, so that it ends where the document does, if that is
+    as long as a block; its first rows are then some of the block before, and masked. Also returns
+    the number of queries.
+    """
+    q_row, q_len, low, high = scalars(tiles_ptr + tile * 8)
+    begin = gl.maximum(0, j0 + low)
+    end = gl.maximum(gl.minimum(q_len, j0 + columns + high), begin)
+    edge = gl.maximum(j0 + KEYS - 1 + low, begin)
+    edge = begin + gl.cdiv(edge - begin, BLOCK_M) * BLOCK_M
+    whole = gl.minimum(q_len, j0 + high + 1) - BLOCK_M + 1
+    last = gl.maximum(q_len - BLOCK_M, 0)
+    return q_row + begin, q_row + edge, q_row + whole, q_row + end, q_row + last, q_len
+
+
+@gluon.jit
+def wait_for_block(empty, n):
+    """Until both consumers are done with block n, and so with ds of the one before.
+
+    There is no block −1, and nobody looks at its dQ.
+    """
+    STAGES: gl.constexpr = empty.shape[0]
+    mbarrier.wait(empty.index((n + STAGES) % STAGES), ((n + STAGES) // STAGES - 1) & 1, pred=n >= 0)
+
+
+@gluon.jit
+def add_dq(dq_desc, dq_smem, dq_empty, batch, head, row):
+    """Have dQ of a block, which both consumers have put there, added to memory."""
+    for c in gl.static_range(2):
+        add_tile(dq_desc, batch, head, row, c * dq_desc.block_type.shape[3], dq_smem.index(c))
+    wait_for_adds()
+    mbarrier.arrive(dq_empty.index(0))
+
+
+@gluon.jit
+def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DQ: gl.constexpr):
+    """Load keys and values, then blocks of queries and dout with what is known of their rows."""
+    (
+        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, tiles_ptr, q_smem, do_smem,
+        k_smem, v_smem, lse_smem, delta_smem, dq_smem, kv_full, q_full, do_full, empty, dq_last,
+        dq_empty, batch, head_k, group, row, j0, columns, first_tile, last_tile,
+    ) = loads
+    mbarrier.expect(kv_full.index(0), 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for c in gl.static_range(2):
+        load_tile(k_desc, batch, head_k, row + c * HALF, kv_full.index(0), k_smem.index(c), False)
+        load_tile(v_desc, batch, head_k, row + c * HALF, kv_full.index(0), v_smem.index(c), False)
+    n = 0
+    head1, row1, head2, row2, head3, row3 = 0, 0, 0, 0, 0, 0  # of the last three blocks
+    for member in range(group):
+        head = head_k * group + member
+        for tile in range(first_tile, last_tile):
+            begin, _, _, end, last, _ = span_of(tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M)
+            for i in range(begin, end, BLOCK_M):
+                at = gl.minimum(i, last)
+                stage, phase = n % STAGES, (n // STAGES) & 1
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                full = q_full.index(stage)
+                mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+                load_tile(q_desc, batch, head, at, full, q_smem.index(stage), False)
+                load_stats(lse_desc, batch, head, at, full, lse_smem.index(stage))
+                full = do_full.index(stage)
+                mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+                load_tile(do_desc, batch, head, at, full, do_smem.index(stage), False)
+                load_stats(delta_desc, batch, head, at, full, delta_smem.index(stage))
+                if DQ:
+                    if n > 2:  # the stage was free: block n - 2 is done, with dQ of the one before
+                        add_dq(dq_desc, dq_smem, dq_empty, batch, head3, row3)
+                    head3, row3, head2, row2, head1, row1 = head2, row2, head1, row1, head, at
+                n += 1
+    if DQ:
+        gl.static_assert(STAGES == 2)
+        if n > 2:
+            wait_for_block(empty, n - 2)
+            add_dq(dq_desc, dq_smem, dq_empty, batch, head3, row3)
+        if n > 1:
+            wait_for_block(empty, n - 1)
+            add_dq(dq_desc, dq_smem, dq_empty, batch, head2, row2)
+        if n > 0:
+            mbarrier.wait(dq_last.index(0), 0)
+            add_dq(dq_desc, dq_smem, dq_empty, batch, head1, row1)
+
+
+@gluon.jit
+def half_dq(C: gl.constexpr, ds_smem, k_smem, buffer, zero, BLOCK_M: gl.constexpr, D: gl.constexpr):
+    """Begin dQ = ds' · k over both consumers' keys, for this consumer's half of the columns."""
+    PART: gl.constexpr = D // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    dq = gl.zeros([BLOCK_M, PART], gl.float32, layout)
+    for c in gl.static_range(2):
+        k = k_smem.index(c + zero)
+        dq = warpgroup_mma(
+            ds_smem.index(2 * buffer + c).permute((1, 0)), k.slice(C * PART, PART, dim=1), dq,
+            use_acc=c > 0, is_async=True,
+        )
+    return dq
+
+
+@gluon.jit
+def put_dq(C: gl.constexpr, dq, dq_smem, dq_empty, n):
+    """Put dQ of block n − 1 where the producer finds it."""
+    mbarrier.wait(dq_empty.index(0), n & 1, pred=n > 0)
+    dq_smem.index(C).store(dq)
+    fence_async_shared()
+
+
+@gluon.jit
+def masked(x, tiles_ptr, tile, i, at, j0, C: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(keys, queries) of the block from i on, loaded from `at`; 0 where a key is not seen.
+
+    The tile's numbers are read again: most blocks need no mask, and no registers for them.
+    """
+    layout: gl.constexpr = x.type.layout
+    q_row, q_len, low, high = scalars(tiles_ptr + tile * 8)
+    at -= q_row
+    keys = j0 + C * HALF - at + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    first = gl.maximum(keys + low, i - q_row - at)
+    last = gl.minimum(keys + high, q_len - 1 - at)
+    seen = (queries[None, :] >= first[:, None]) & (queries[None, :] <= last[:, None])
+    return gl.where(seen, x, 0.0)
+
+
+@gluon.jit
+def run(
+    dk, dv, n, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, v_smem, shared, scale,
+    softcap,
+    C: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, DQ: gl.constexpr,
+):
+    """Add the queries in rows begin … end, in blocks; n counts all blocks."""
+    (
+        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, empty,
+        dq_last, dq_empty,
+    ) = shared
+    STAGES: gl.constexpr = q_smem.shape[0]
+    dtype: gl.constexpr = k_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    of_queries: gl.constexpr = gl.SliceLayout(0, s_layout)
+    for_dk: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    for_dv: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    for i in range(begin, end, BLOCK_M):
+        stage, phase = n % STAGES, (n // STAGES) & 1
+        q, dout = q_smem.index(stage), do_smem.index(stage)
+        zero = unknown_zero(n)
+        k, v = k_smem.index(C + zero), v_smem.index(C + zero)
+        mbarrier.wait(q_full.index(stage), phase)
+        if GUARD:
+            mbarrier.wait(do_full.index(stage), phase)
+            if q_len < BLOCK_M:  # what lies behind them may be anything
+                clear_from(q, q_len)
+                clear_from(dout, q_len)
+        s = warpgroup_mma(
+            k, q.permute((1, 0)), gl.zeros([HALF, BLOCK_M], gl.float32, s_layout), use_acc=False,
+            is_async=True,
+        )
+        if not GUARD:
+            mbarrier.wait(do_full.index(stage), phase)
+        dp = warpgroup_mma(
+            v, dout.permute((1, 0)), gl.zeros([HALF, BLOCK_M], gl.float32, s_layout), use_acc=False,
+            is_async=True,
+        )
+        s = warpgroup_mma_wait(1, deps=(s,))
+        lse = lse_smem.index(stage).load(of_queries)
+        if SOFTCAP:
+            tanh = capped(s, scale, softcap)
+            p = gl.exp2(tanh * (softcap * LOG2E) - lse[None, :])
+        else:
+            p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+        if (i < edge) | (i >= whole):
+            p = masked(p, tiles_ptr, tile, i, gl.minimum(i, last), j0, C, BLOCK_M)
+        rounded = gl.convert_layout(p.to(dtype), for_dv)
+        dv_pending = warpgroup_mma(rounded, dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        delta = delta_smem.index(stage).load(of_queries)
+        ds = p * (dp - delta[None, :])
+        if SOFTCAP:
+            ds = ds * (1.0 - tanh * tanh)
+        if GUARD:  # delta of what is not seen may be anything
+            ds = gl.where(p > 0, ds, 0.0)
+        rounded_ds = ds.to(dtype)
+        dk_pending = warpgroup_mma(gl.convert_layout(rounded_ds, for_dk), q, dk, is_async=True)
+        if DQ:
+            wait_for_block(empty, n - 1)
+            ds_smem.index(2 * (n & 1) + C).store(rounded_ds)
+            fence_async_shared()
+            dq_pending = half_dq(C, ds_smem, k_smem, (n & 1) ^ 1, zero, BLOCK_M, D)
+            dv, dk, dq = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending, dq_pending))
+            put_dq(C, dq * scale, dq_smem, dq_empty, n)
+            mbarrier.arrive(empty.index(stage))
+        else:
+            dv, dk = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending))
+            mbarrier.arrive(empty.index(stage))
+        n += 1
+    return dk, dv, n
+
+
+@gluon.jit
+def consume(
+    C: gl.constexpr, given, shared, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    DQ: gl.constexpr,
+):
+    """dK and dV of 64 keys, and half of the columns of dQ."""
+    (
+        dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, group, j0, columns, first_tile, last_tile,
+        scale, softcap, d, dv_width, dk_row, dv_row,
+    ) = given
+    (
+        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, empty,
+        dq_last, dq_empty,
+    ) = shared
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    k, v = k_smem.index(C), v_smem.index(C)
+    dk = gl.zeros([HALF, D], gl.float32, dk_layout)
+    dv = gl.zeros([HALF, DV], gl.float32, dv_layout)
+    mbarrier.wait(kv_full.index(0), 0)
+    if columns < (C + 1) * HALF:  # what lies there may be anything
+        clear_from(k, columns - C * HALF)
+        clear_from(v, columns - C * HALF)
+    thread_barrier()  # here, and not in the loop, where the compiler would put it
+    n = 0
+    for member in range(group):
+        for tile in range(first_tile, last_tile):
+            begin, edge, whole, end, last, q_len = span_of(
+                tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M
+            )
+            dk, dv, n = run(
+                dk, dv, n, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, v_smem,
+                shared, scale, softcap, C, BLOCK_M, D, DV, SOFTCAP, GUARD, DQ,
+            )
+    if DQ:
+        wait_for_block(empty, n - 1)
+        dq = half_dq(C, ds_smem, k_smem, (n & 1) ^ 1, 0, BLOCK_M, D)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        put_dq(C, dq * scale, dq_smem, dq_empty, n)
+        mbarrier.arrive(dq_last.index(0))
+    put(dk_ptr, dk * scale, v_smem.index(C), C, columns, d, dk_row, FRESH, EVEN)
+    put(dv_ptr, dv, v_smem.index(C), C, columns, dv_width, dv_row, FRESH, EVEN)
+
+
+@gluon.jit
+def consume0(
+    given, shared, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    DQ: gl.constexpr,
+):
+    consume(0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)
+
+
+@gluon.jit
+def consume1(
+    given, shared, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    DQ: gl.constexpr,
+):
+    consume(1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)
+
+
+@gluon.jit(do_not_specialize=ANY_NUMBER)
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, blocks_ptr,
+    tiles_ptr, scale, softcap, nheads_k, group, count, section, d, dv, dk_batch, dk_row, dk_head,
+    dv_batch, dv_row, dv_head,
+    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    DQ: gl.constexpr,
+):
+    """Gradients that 128 keys of one KV head have a part in: all query heads, all tiles."""
+    dtype: gl.constexpr = q_desc.dtype
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BLOCK_M], dtype)
+    BUFFERS: gl.constexpr = 4 if DQ else 1
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
+    do_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, DV], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, DV], dtype)
+    dq_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D // 2], gl.float32)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, DV], do_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [2, HALF, D], k_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [2, HALF, DV], v_layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    ds_smem = gl.allocate_shared_memory(dtype, [BUFFERS, HALF, BLOCK_M], ds_layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, D // 2], dq_layout)
+    kv_full = barriers(1, 1)
+    q_full, do_full = barriers(STAGES, 1), barriers(STAGES, 1)
+    empty = barriers(STAGES, 2)
+    dq_last, dq_empty = barriers(1, 2), barriers(1, 1)
+
+    block, pair = place(count, section)
+    entry = blocks_ptr + block * 12
+    row, columns, j0, first_tile = scalars(entry)
+    last_tile = gl.load(entry + 4)
+    batch, head_k = pair // nheads_k, pair % nheads_k
+    row64, batch64 = row.to(gl.int64), batch.to(gl.int64)
+    dk_ptr += batch64 * dk_batch + head_k * dk_head + row64 * dk_row
+    dv_ptr += batch64 * dv_batch + head_k * dv_head + row64 * dv_row
+    shared = (
+        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, empty,
+        dq_last, dq_empty,
+    )
+    given = (
+        dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, group, j0, columns, first_tile, last_tile,
+        scale, softcap, d, dv, dk_row, dv_row,
+    )
+    loads = (
+        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, tiles_ptr, q_smem, do_smem,
+        k_smem, v_smem, lse_smem, delta_smem, dq_smem, kv_full, q_full, do_full, empty, dq_last,
+        dq_empty, batch, head_k, group, row, j0, columns, first_tile, last_tile,
+    )
+    gl.warp_specialize(
+        [
+            (consume0, (given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
+            (consume1, (given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
+            (produce, (loads, BLOCK_M, STAGES, DQ)),
+        ],
+        [4, 4], [240, 24],
+    )

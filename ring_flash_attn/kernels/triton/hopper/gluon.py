@@ -1,0 +1,78 @@
+"""Gluon's names, which move from one version of Triton to the next, in one place."""
+
+# fmt: off
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor",
+    "add_tile",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "load_stats",
+    "load_tile",
+    "mbarrier",
+    "thread_barrier",
+    "wait_for_adds",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # of one group of warps
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def as_block(desc, smem):
+    """Shared memory with the dimensions of a descriptor's block."""
+    return smem._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def load_tile(desc, batch, head, row, full, smem, EXPECT: gl.constexpr = True):
+    """Begin to copy rows of one head into shared memory; `full` is told when they are there.
+
+    Without EXPECT somebody else has told it how many bytes to expect.
+    """
+    if EXPECT:
+        mbarrier.expect(full, desc.block_type.nbytes)
+    copy_in(desc, [batch, head, row, 0], full, as_block(desc, smem))
+
+
+@gluon.jit
+def load_stats(desc, batch, head, row, full, smem):
+    """Begin to copy one number for each row."""
+    copy_in(desc, [batch, head, row], full, as_block(desc, smem))
+
+
+@builtin
+def _reduce_add(desc, coord, src, _semantic=None):
+    """Gluon has no function for this, but its builder has the operation."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle
+    )
+
+
+@gluon.jit
+def add_tile(desc, batch, head, row, column, smem):
+    """Begin to add rows in shared memory to those of one head."""
+    _reduce_add(desc, [batch, head, row, column], as_block(desc, smem))
+
+
+@gluon.jit
+def wait_for_adds():
+    """Until what was added has been read out of shared memory."""
+    tma.store_wait(0)

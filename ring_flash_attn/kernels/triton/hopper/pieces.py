@@ -1,0 +1,115 @@
+"""What the forward and the backward share: places in the grid, tables, softcap, barriers."""
+
+# fmt: off
+
+from .gluon import fence_async_shared, gl, gluon, mbarrier
+
+# Arguments whose divisibility helps nobody: one kernel for all.
+ANY_NUMBER = [
+    "nheads", "nheads_k", "group", "count", "section", "d", "dv", "l_batch", "l_head", "l_row",
+    "e_batch", "e_head", "e_row",
+]
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def place(count, section):
+    """Which of `count` blocks and which pair of batch and head; see `place` in `../scores.py`."""
+    number, pairs = gl.program_id(0), gl.num_programs(0) // count
+    first = number // (count * section) * section
+    width = gl.minimum(section, pairs - first)
+    number -= first * count
+    return number // width, first + number % width
+
+
+@gluon.jit
+def scalars(ptr):
+    """Four numbers of a table."""
+    return gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3)
+
+
+@gluon.jit
+def unknown_zero(n):
+    """0, of which the compiler does not know that it is.
+
+    Addresses that follow from it are computed where they are needed, instead of before the loop and
+    kept, for which there are not enough registers.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, 0;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers at which COUNT have to arrive."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(made.index(i), COUNT)
+    return made
+
+
+@gluon.jit
+def capped(products, scale, softcap):
+    """tanh of the softcap; see `finish_scores` in `../scores.py`."""
+    x = products * (scale / softcap)
+    tanh = 1.0 - 2.0 / (gl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    square = x * x
+    series = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    return gl.where(square < 0.04, series, tanh)
+
+
+@gluon.jit
+def clear_from(smem, row):
+    """Zeros from this row on, in shared memory that products will read."""
+    ROWS: gl.constexpr = smem.shape[0]
+    COLUMNS: gl.constexpr = smem.shape[1]
+    PART: gl.constexpr = 64 if COLUMNS > 64 else COLUMNS
+    across: gl.constexpr = PART // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    keep = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < row
+    for i in gl.static_range(COLUMNS // PART):
+        part = smem.slice(i * PART, PART, dim=1)
+        part.store(gl.where(keep[:, None], part.load(layout), 0.0).to(smem.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def write(ptr, acc, smem, C: gl.constexpr, rows, dv, stride, EVEN: gl.constexpr):
+    """Round and store; through shared memory, so that a warp writes whole rows."""
+    ROWS: gl.constexpr = acc.shape[0]
+    DV: gl.constexpr = acc.shape[1]
+    dtype: gl.constexpr = smem.dtype
+    across: gl.constexpr = DV // 8
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DV], dtype)
+    staged = smem._reinterpret(dtype, [ROWS, DV], layout)
+    staged.store(acc.to(dtype))
+    here = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
+    columns = gl.arange(0, DV, gl.SliceLayout(0, wide))
+    stored = (here < rows)[:, None]
+    if not EVEN:
+        stored = stored & (columns < dv)[None, :]
+    gl.store((ptr + here * stride)[:, None] + columns[None, :], staged.load(wide), mask=stored)
+
+
+@gluon.jit
+def put(
+    ptr, x, smem, C: gl.constexpr, rows, width, stride, FRESH: gl.constexpr, EVEN: gl.constexpr
+):
+    """Store rows of gradients, or add them to what is there."""
+    if FRESH and ptr.dtype.element_ty == smem.dtype and smem.shape[1] >= x.shape[1]:
+        write(ptr, x, smem, C, rows, width, stride, EVEN)
+    else:
+        ROWS: gl.constexpr = x.shape[0]
+        layout: gl.constexpr = x.type.layout
+        here = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        depth = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+        stored = (here < rows)[:, None]
+        if not EVEN:
+            stored = stored & (depth < width)[None, :]
+        ptrs = (ptr + here * stride)[:, None] + depth[None, :]
+        if not FRESH:
+            x += gl.load(ptrs, mask=stored, other=0.0)
+        gl.store(ptrs, x, mask=stored)

@@ -1,0 +1,232 @@
+"""The Hopper kernels on the CPU, through an interpreter of ours, against the oracle.
+
+The small kernels beside them go through Triton's own interpreter, which has to be chosen before
+triton is imported; so the cases run in processes of their own, two at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import Ranks
+from test_triton import DTYPES, Case, _errors, _poisoned_memory
+
+import ring_flash_attn as rfa
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+CAUSAL = {"causal": True}
+SMALL = Case(dtype="fp16", options=CAUSAL)
+ONE = Case(batch=(1, 700, 700), world_size=1, headdim=64, headdim_v=64, dtype="bf16")
+ORDERED = {"causal": True, "deterministic": True}
+CASES = {
+    "long_causal": replace(ONE, options=CAUSAL),
+    "long_full": ONE,
+    "window": replace(ONE, batch=(2, 333, 500), options={"window_size": (150, 40)}),
+    "causal_window": replace(ONE, options={"causal": True, "window_size": (200, 0)}),
+    "one_key_more": replace(ONE, batch=(1, 200, 454), layout="contiguous", options=CAUSAL),
+    "more_queries": replace(ONE, batch=(1, 500, 200), dtype="fp16", options=CAUSAL),
+    "softcap": replace(ONE, batch=(1, 300, 300), options={"causal": True, "softcap": 2.0}),
+    "documents": replace(
+        SMALL, lengths=(700, 129, 64, 300), world_size=1, headdim=128, headdim_v=64
+    ),
+    "steps": replace(SMALL, lengths=(1400, 260), nheads=2, nheads_k=1, headdim=64, headdim_v=64),
+    "sources": replace(
+        SMALL, lengths=(1400, 260), world_size=4, options={**CAUSAL, "sources_per_launch": 3}
+    ),
+    "short_documents": SMALL,
+    "sink": replace(SMALL, sink=True, dtype="bf16"),
+    "stripe": replace(SMALL, batch=(2, 300, 300), layout="stripe", dtype="bf16"),
+    "all_gather": replace(
+        SMALL, route="all_gather", layout="flat_zigzag", options={**CAUSAL, "heads_k_stride": 1}
+    ),
+    "query_ring": replace(SMALL, route="query_ring"),
+    "mqa": replace(SMALL, nheads_k=1),
+    "headdim_40": replace(SMALL, headdim=40, headdim_v=24),
+    "headdim_96": replace(SMALL, lengths=(290,), headdim=96, headdim_v=96),
+    "headdim_128": replace(SMALL, lengths=(290,), headdim=128, headdim_v=128),
+    "headdim_192_v_128": replace(SMALL, lengths=(200,), headdim=192, headdim_v=128),
+    "headdim_256": replace(SMALL, lengths=(200,), headdim=256, headdim_v=256),
+    "ordered": replace(SMALL, lengths=(700, 129, 300), headdim=64, headdim_v=64, options=ORDERED),
+    "ordered_window": replace(ONE, options={"window_size": (150, 40), "deterministic": True}),
+    "ordered_softcap": replace(SMALL, dtype="bf16", options={**ORDERED, "softcap": 2.0}),
+    "ordered_128_v_64": replace(SMALL, lengths=(290,), headdim=128, headdim_v=64, options=ORDERED),
+    "ordered_256": replace(SMALL, lengths=(200,), headdim=256, headdim_v=256, options=ORDERED),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    pool = Ranks(2, environment={"TRITON_INTERPRET": "1", "RFA_HOPPER": "1"})
+    yield pool
+    pool.stop()
+
+
+def _counted() -> Any:
+    """Counts launches of the Hopper kernels."""
+    import gluon_interpreter
+
+    gluon_interpreter.install()
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    return mock.patch.object(host, "launch", wraps=host.launch)
+
+
+def _run(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, float]]:
+    found = {}
+    for name in names[rank::world_size]:
+        with _poisoned_memory(), _counted() as launches:
+            found[name] = _errors(CASES[name])
+        assert launches.called, "it was the portable kernel"
+    return found
+
+
+@pytest.fixture(scope="module")
+def errors(pool: Ranks) -> dict[str, dict[str, float]]:
+    return {n: e for part in pool.run(_run, list(CASES), timeout=280) for n, e in part.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(errors: dict[str, dict[str, float]], name: str) -> None:
+    _, tolerance = DTYPES[CASES[name].dtype]
+    assert all(error < tolerance for error in errors[name].values()), errors[name]
+    assert errors[name]["lse"] < 1e-5, "a key too many or too few"
+
+
+def _three(rank: int, world_size: int) -> dict[str, float]:
+    with _poisoned_memory(), _counted():
+        from ring_flash_attn.kernels.triton.hopper import host
+
+        with mock.patch.dict(host._FORWARD, {64: host._FORWARD[64]._replace(consumers=3)}):
+            return _errors(CASES["long_causal"])
+
+
+def test_three_consumers(pool: Ranks) -> None:
+    for found in pool.run(_three, timeout=120):
+        assert all(error < DTYPES["bf16"][1] for error in found.values()), found
+
+
+def _with_nan(rank: int, world_size: int) -> list[int]:
+    """NaNs in the results of one document when its neighbour is all NaN, for several windows."""
+    counts = []
+    for length in (256, 130, 20):
+        for causal, window in [(True, (70, 0)), (False, (7, 50)), (True, (-1, -1))]:
+            leaves = [torch.randn(400, 2, 32, dtype=torch.float16) for _ in range(3)]
+            dout = torch.randn(400, 2, 32, dtype=torch.float16)
+            for x in (*leaves, dout):
+                x[length:] = torch.nan
+            leaves = [x.requires_grad_() for x in leaves]
+            cu_seqlens = torch.tensor([0, length, 400], dtype=torch.int32)
+            options = {"causal": causal, "window_size": window, "deterministic": rank == 0}
+            with _counted() as launches:
+                out = rfa.triton_flash_attn_varlen_func(
+                    *leaves, cu_seqlens, cu_seqlens, 400, 400, **options
+                )
+                grads = torch.autograd.grad(out, leaves, dout)
+            assert launches.call_count == 3 - rank
+            counts += [int(x[:length].isnan().sum()) for x in (out, *grads)]
+    return counts
+
+
+def _with_nan_in_several_tiles(rank: int, world_size: int) -> list[int]:
+    """The same on two ranks, where the keys of a program lie in several places."""
+    leaves = [torch.randn(400, 2, 32, dtype=torch.float16) for _ in range(3)]
+    dout = torch.randn(400, 2, 32, dtype=torch.float16)
+    for x in (*leaves, dout):
+        x[40:] = torch.nan
+    leaves = [x.requires_grad_() for x in leaves]
+    options = {"layout": "zigzag", "route": "ring", "causal": True, "kernel": "triton"}
+    options["deterministic"] = rank == 0
+    with _counted() as launches:
+        out = rfa.virtual_ring_attention(*leaves, world_size=2, cu_seqlens=[0, 40, 400], **options)
+        grads = torch.autograd.grad(out, leaves, dout)
+    assert launches.called
+    return [int(x[:40].isnan().sum()) for x in (out, *grads)]
+
+
+def test_documents_do_not_leak_from_tile_to_tile(pool: Ranks) -> None:
+    for counts in pool.run(_with_nan_in_several_tiles, timeout=120):
+        assert counts == [0] * 4
+
+
+def test_documents_do_not_leak(pool: Ranks) -> None:
+    """Blocks would reach into the next document where they do not divide this one."""
+    for counts in pool.run(_with_nan, timeout=120):
+        assert counts == [0] * 36
+
+
+def _strided(rank: int, world_size: int) -> tuple[int, list[float]]:
+    """Copies, and errors, for tensors that are views of one."""
+    import gluon_interpreter
+
+    gluon_interpreter.install()
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    qkv = torch.randn(2, 150, 3, 2, 64, dtype=torch.float16)
+    views = [x.clone().requires_grad_() for x in qkv.unbind(2)]
+    plain = rfa.flash_attn_func(*views, causal=True, kernel="reference")
+    copies = []
+
+    def fit(x: torch.Tensor) -> torch.Tensor:
+        found = fitted(x)
+        copies.append(found is not x)
+        return found
+
+    fitted = host.fit
+    with mock.patch.object(host, "fit", fit):
+        out = rfa.triton_flash_attn_func(*qkv.unbind(2), causal=True)
+    return sum(copies), [float((out - plain).abs().max())]
+
+
+def test_views_are_not_copied(pool: Ranks) -> None:
+    for copies, (error,) in pool.run(_strided, timeout=60):
+        assert copies == 0
+        assert error < 4e-3
+
+
+def _deterministic(rank: int, world_size: int) -> bool:
+    """Whether two calls have the same bits, and dQ is not added up by bulk copies."""
+    with _counted() as launches:
+        found = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            leaves = [torch.randn(1, 300, 2, 64).half().requires_grad_() for _ in range(3)]
+            out = rfa.triton_flash_attn_func(*leaves, causal=True, deterministic=True)
+            found.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    added = [call.args[7].get("DQ") for call in launches.call_args_list]
+    assert added == [None, False, None] * 2
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_deterministic(pool: Ranks) -> None:
+    assert all(pool.run(_deterministic, timeout=60))
+
+
+def _waits_for_nobody(rank: int, world_size: int) -> str:
+    import gluon_interpreter as gi
+
+    def alone(full: Any) -> None:
+        gi.mbarrier.wait(full.index(0), 0)
+
+    gi._program.begin(0, 1)
+    full = gi.gl.allocate_shared_memory(torch.int64, [1, 1], None)
+    gi.mbarrier.init(full.index(0), 1)
+    with mock.patch.object(gi, "_PATIENCE", 0.1):
+        try:
+            gi.gl.warp_specialize([(alone, (full,))], [], [])
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+def test_the_interpreter_notices_a_deadlock(pool: Ranks) -> None:
+    for said in pool.run(_waits_for_nobody, timeout=60):
+        assert said == "nobody ends the phase that this waits for"

@@ -1,0 +1,133 @@
+"""The Hopper kernels as machine code; nothing runs on a GPU, see `machine_code.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from machine_code import Code, compilers, read_nvidia
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+SHARED = 227 * 1024
+FORWARD = {"WINDOW": False, "SOFTCAP": False, "SINK": False, "RESULT": True, "GUARD": False}
+BACKWARD = {"SOFTCAP": False, "GUARD": False, "FRESH": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel; flags that differ from those of a plain causal call."""
+
+    kernel: str
+    headdim: int
+    headdim_v: int = 0
+    dtype: str = "bf16"
+    flags: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
+
+    def __str__(self) -> str:
+        name = f"{self.kernel}-{self.headdim}-{self.headdim_v or self.headdim}-{self.dtype}"
+        return "-".join([name, *self.flags])
+
+
+CASES = [
+    *(Case("forward", d) for d in (32, 64, 128, 256)),
+    Case("forward", 256, 128),
+    Case("forward", 128, dtype="fp16", flags={"WINDOW": True, "SINK": True, "RESULT": False}),
+    Case("forward", 64, flags={"SOFTCAP": True, "GUARD": True}),
+    *(Case("backward", d) for d in (32, 64, 128, 256)),
+    Case("backward", 256, 128),
+    Case("backward", 128, 64, "fp16", {"FRESH": False}),
+    Case("backward", 64, flags={"SOFTCAP": True, "GUARD": True, "DQ": False}),
+    *(Case("queries", d) for d in (64, 128, 256)),
+    Case("queries", 64, 32, "fp16", {"GUARD": True, "FRESH": False}),
+]
+# The backward pass of large heads needs all registers there are: blocks that need a mask have to
+# put some away, and those that need none have the branch in their loop all the same.
+STORES = {("backward", 128): 24, ("backward", 256): 24, ("queries", 256): 16}  # of both consumers
+
+
+def _compile(case: Case) -> Code:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from ring_flash_attn.kernels.triton.hopper import (
+        backward,
+        backward_wide,
+        forward,
+        host,
+        queries,
+    )
+    from ring_flash_attn.kernels.triton.hopper.pieces import ANY_NUMBER
+
+    elements = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+    d, dv = case.headdim, case.headdim_v or case.headdim
+    tables = {"forward": host._FORWARD, "backward": host._BACKWARD, "queries": host._QUERIES}
+    sizes = tables[case.kernel][max(64, d, dv)]
+    constants = {"D": d, "DV": dv, "STAGES": sizes.stages, "EVEN": True}
+
+    def blocks(*shape: int, dtype: str = case.dtype) -> str:
+        whole = [1, 1, *shape]
+        layout = gl.NVMMASharedLayout.get_default_for(whole, elements[dtype])
+        return f"tensordesc<{dtype}{whole},{layout!r}>"
+
+    if case.kernel == "backward":
+        wide = d > 128
+        kernel = backward_wide.backward_wide_kernel if wide else backward.backward_kernel
+        constants |= {"BLOCK_M": sizes.block, "DQ": True, **BACKWARD}
+        types = {"q_desc": blocks(sizes.block, d), "do_desc": blocks(sizes.block, dv)}
+        types |= {"k_desc": blocks(64, d), "v_desc": blocks(64, dv)}
+        types |= {"dq_desc": blocks(sizes.block, min(d // 2, 64), dtype="fp32")}
+        types |= dict.fromkeys(("lse_desc", "delta_desc"), blocks(sizes.block, dtype="fp32"))
+    else:
+        types = {"q_desc": blocks(64, d), "do_desc": blocks(64, dv)}
+        types |= {"k_desc": blocks(sizes.block, d), "v_desc": blocks(sizes.block, dv)}
+        constants |= {"BLOCK_N": sizes.block}
+    if case.kernel == "forward":
+        kernel = forward.forward_kernel
+        constants |= {"CONSUMERS": sizes.consumers, **FORWARD}
+    elif case.kernel == "queries":
+        kernel = queries.queries_kernel
+        constants |= BACKWARD
+    constants |= case.flags
+    grads = f"*{case.dtype}" if constants.get("FRESH", True) else "*fp32"
+    types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), grads)
+    types |= {"result_ptr": f"*{case.dtype}", "delta_ptr": "*fp32"}
+    types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "blocks_ptr": "*i32", "tiles_ptr": "*i32"}
+    types |= {"scale": "fp32", "softcap": "fp32"}
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else types.get(name, "i32")
+        if signature[name][0] == "*" or (signature[name] == "i32" and name not in ANY_NUMBER):
+            attributes[i,] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": 4, "maxnreg": sizes.registers}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return read_nvidia(compiled)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[dict[str, Future[Code]]]:
+    with compilers() as pool:
+        yield {str(case): pool.submit(_compile, case) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled(compiled: dict[str, Future[Code]], case: Case) -> None:
+    code = compiled[str(case)].result()
+    assert code.shared <= SHARED
+    assert code.stores <= STORES.get((case.kernel, case.headdim), 0)
+    assert not code.overwritten
+    assert code.counts["WARPGROUP.ARRIVE"] * 3 < code.counts["HGMMA"], (
+        "products wait for each other"
+    )
+    assert code.counts["UTMALDG"] > 0
+    adds = case.kernel == "backward" and case.flags.get("DQ", True)
+    assert (code.counts["UTMAREDG"] > 0) == adds
