@@ -151,7 +151,8 @@ def run(
             if there < BLOCK_N:
                 clear_from(v, there)
         mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.wait(turn.index(C), (i & 1) ^ (1 if C == 0 else 0))
+        if turn.shape[0] > 1:
+            mbarrier.wait(turn.index(C), (i & 1) ^ (1 if C == 0 else 0))
         s = warpgroup_mma(
             q, k.permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout),
             use_acc=False, is_async=True,
@@ -159,7 +160,8 @@ def run(
         if not GUARD:
             mbarrier.wait(v_full.index(v_stage), v_phase)
         pending = warpgroup_mma(p, v, acc, is_async=True)
-        mbarrier.arrive(turn.index(NEXT))
+        if turn.shape[0] > 1:
+            mbarrier.arrive(turn.index(NEXT))
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_empty.index(stage))
         if SOFTCAP:
@@ -223,13 +225,15 @@ def consume(
     q = q_smem.index(C)
     mbarrier.wait(q_full.index(C), 0)
     mbarrier.wait(k_full.index(0), 0)
-    mbarrier.wait(turn.index(C), 1 if C == 0 else 0)
+    if turn.shape[0] > 1:
+        mbarrier.wait(turn.index(C), 1 if C == 0 else 0)
     k = k_smem.index(0)
     s = warpgroup_mma(
         q, k.permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout), use_acc=False,
         is_async=True,
     )
-    mbarrier.arrive(turn.index(NEXT))
+    if turn.shape[0] > 1:
+        mbarrier.arrive(turn.index(NEXT))
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(0))
     if SOFTCAP:
@@ -354,7 +358,15 @@ def forward_kernel(
         q_desc, k_desc, v_desc, tiles_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full,
         v_empty, batch, head, head_k, row, i0, rows, tile, last_tile,
     )
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (consume0, (given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+                (produce, (loads, BLOCK_N, STAGES)),
+            ],
+            [4], [24],
+        )
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume0, (given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
