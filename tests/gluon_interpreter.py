@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PATIENCE = 5.0  # seconds that a thread may wait
+_PATIENCE = 30.0  # seconds that a thread may wait
 
 
 class Int(int):
