@@ -98,7 +98,7 @@ def ring(
 
     Under torchrun the ranks are those that it started. Otherwise there are new ones: on GPUs if
     there are as many, else on the CPU. With fewer GPUs than ranks, or with --link, one device
-    replays the ranks.
+    replays three ranks: the first, the last and the one with most pairs.
 
     \b
     rfa ring --world-size 8

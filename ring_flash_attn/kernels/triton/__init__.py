@@ -54,7 +54,7 @@ class TritonKernel:
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
     ) -> None:
         """Advance `state` by the keys of `tiles`, in one launch."""
-        if not hopper.why_not(call):
+        if hopper.can(call):
             return hopper.forward(q, k, v, tiles, state, call)
         out, result = state.out, state.out if state.result is None else state.result
         if out.dtype is not torch.float32:
@@ -103,7 +103,7 @@ class TritonKernel:
         call: Call,
     ) -> None:
         """Add the gradients that `tiles` contribute to `grads`, in two launches."""
-        if not hopper.why_not(call):
+        if hopper.can(call):
             run = hopper.ordered_backward if call.deterministic else hopper.backward
             return run(dout, q, k, v, tiles, saved, grads, call)
         inputs = fit(q), fit(k), fit(v), fit(dout)

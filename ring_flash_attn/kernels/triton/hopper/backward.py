@@ -45,13 +45,13 @@ from .gluon import (
 )
 from .pieces import (
     ANY_NUMBER,
-    LOG2E,
     barriers,
-    capped,
     clear_from,
     place,
+    probabilities,
     put,
     scalars,
+    score_gradients,
     unknown_zero,
 )
 
@@ -225,27 +225,18 @@ def run(
         )
         s = warpgroup_mma_wait(1, deps=(s,))
         lse = lse_smem.index(stage).load(of_queries)
-        if SOFTCAP:
-            tanh = capped(s, scale, softcap)
-            p = gl.exp2(tanh * (softcap * LOG2E) - lse[None, :])
-        else:
-            p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+        p, tanh = probabilities(s, lse[None, :], scale, softcap, SOFTCAP)
         if (i < edge) | (i >= whole):
             p = masked(p, tiles_ptr, tile, i, gl.minimum(i, last), j0, C, BLOCK_M)
         rounded = gl.convert_layout(p.to(dtype), for_dv)
         dv_pending = warpgroup_mma(rounded, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         delta = delta_smem.index(stage).load(of_queries)
-        ds = p * (dp - delta[None, :])
-        if SOFTCAP:
-            ds = ds * (1.0 - tanh * tanh)
-        if GUARD:  # delta of what is not seen may be anything
-            ds = gl.where(p > 0, ds, 0.0)
-        rounded_ds = ds.to(dtype)
-        dk_pending = warpgroup_mma(gl.convert_layout(rounded_ds, for_dk), q, dk, is_async=True)
+        ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
+        dk_pending = warpgroup_mma(gl.convert_layout(ds, for_dk), q, dk, is_async=True)
         if DQ:
             wait_for_block(empty, n - 1)
-            ds_smem.index(2 * (n & 1) + C).store(rounded_ds)
+            ds_smem.index(2 * (n & 1) + C).store(ds)
             fence_async_shared()
             dq_pending = half_dq(C, ds_smem, k_smem, (n & 1) ^ 1, zero, BLOCK_M, D)
             dv, dk, dq = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending, dq_pending))
@@ -303,24 +294,6 @@ def consume(
     put(dv_ptr, dv, v_smem.index(C), C, columns, dv_width, dv_row, FRESH, EVEN)
 
 
-@gluon.jit
-def consume0(
-    given, shared, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
-    DQ: gl.constexpr,
-):
-    consume(0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)
-
-
-@gluon.jit
-def consume1(
-    given, shared, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
-    DQ: gl.constexpr,
-):
-    consume(1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)
-
-
 @gluon.jit(do_not_specialize=ANY_NUMBER)
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, blocks_ptr,
@@ -376,8 +349,8 @@ def backward_kernel(
     )
     gl.warp_specialize(
         [
-            (consume0, (given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-            (consume1, (given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
+            (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
+            (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
             (produce, (loads, BLOCK_M, STAGES, DQ)),
         ],
         [4, 4], [240, 24],

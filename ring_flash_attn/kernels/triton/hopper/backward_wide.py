@@ -35,13 +35,13 @@ from .gluon import (
 )
 from .pieces import (
     ANY_NUMBER,
-    LOG2E,
     barriers,
-    capped,
     clear_from,
     place,
+    probabilities,
     put,
     scalars,
+    score_gradients,
     unknown_zero,
 )
 
@@ -162,28 +162,19 @@ def run(
         )
         s = warpgroup_mma_wait(1, deps=(s,))
         lse = lse_smem.index(stage).load(of_queries)
-        if SOFTCAP:
-            tanh = capped(s, scale, softcap)
-            p = gl.exp2(tanh * (softcap * LOG2E) - lse[None, :])
-        else:
-            p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+        p, tanh = probabilities(s, lse[None, :], scale, softcap, SOFTCAP)
         if (i < edge) | (i >= whole):
             p = masked(p, tiles_ptr, tile, i, gl.minimum(i, last), j0, 0, BLOCK_M)
         rounded = gl.convert_layout(p.to(dtype), for_dv)
         dv_pending = warpgroup_mma(rounded, dout.slice(C * DVH, DVH, dim=1), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         delta = delta_smem.index(0).load(of_queries)
-        ds = p * (dp - delta[None, :])
-        if SOFTCAP:
-            ds = ds * (1.0 - tanh * tanh)
-        if GUARD:  # delta of what is not seen may be anything
-            ds = gl.where(p > 0, ds, 0.0)
-        rounded_ds = ds.to(dtype)
+        ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
         dk_pending = warpgroup_mma(
-            gl.convert_layout(rounded_ds, for_dk), q.slice(C * DH, DH, dim=1), dk, is_async=True
+            gl.convert_layout(ds, for_dk), q.slice(C * DH, DH, dim=1), dk, is_async=True
         )
         if DQ:
-            own_ds.store(rounded_ds)
+            own_ds.store(ds)
             fence_async_shared()
             dq = piece_of_dq(own_ds, k, C * DH, BLOCK_M)
             dv = warpgroup_mma_wait(2, deps=(dv_pending,))
@@ -245,24 +236,6 @@ def consume(
     put(dv_ptr + C * DVH, dv, own, 0, columns, dv_left, dv_row, FRESH, EVEN)
 
 
-@gluon.jit
-def consume0(
-    given, shared, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
-    DQ: gl.constexpr,
-):
-    consume(0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)
-
-
-@gluon.jit
-def consume1(
-    given, shared, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
-    DQ: gl.constexpr,
-):
-    consume(1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)
-
-
 @gluon.jit(do_not_specialize=ANY_NUMBER)
 def backward_wide_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, blocks_ptr,
@@ -317,8 +290,8 @@ def backward_wide_kernel(
     )
     gl.warp_specialize(
         [
-            (consume0, (given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-            (consume1, (given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
+            (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
+            (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
             (produce, (loads, BLOCK_M, STAGES, D // 2, DQ)),
         ],
         [4, 4], [240, 24],

@@ -291,33 +291,6 @@ def consume(
         gl.store(out_ptrs, acc, mask=stored)
 
 
-@gluon.jit
-def consume0(
-    given, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr, GUARD: gl.constexpr,
-    EVEN: gl.constexpr,
-):
-    consume(0, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)
-
-
-@gluon.jit
-def consume1(
-    given, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr, GUARD: gl.constexpr,
-    EVEN: gl.constexpr,
-):
-    consume(1, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)
-
-
-@gluon.jit
-def consume2(
-    given, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr, GUARD: gl.constexpr,
-    EVEN: gl.constexpr,
-):
-    consume(2, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)
-
-
 @gluon.jit(do_not_specialize=ANY_NUMBER)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, result_ptr, blocks_ptr, tiles_ptr, scale, softcap,
@@ -361,7 +334,7 @@ def forward_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (consume0, (given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+                (consume, (0, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
                 (produce, (loads, BLOCK_N, STAGES)),
             ],
             [4], [24],
@@ -369,8 +342,8 @@ def forward_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume0, (given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-                (consume1, (given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+                (consume, (0, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+                (consume, (1, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
                 (produce, (loads, BLOCK_N, STAGES)),
             ],
             [4, 4], [240, 24],
@@ -378,9 +351,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume0, (given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-                (consume1, (given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-                (consume2, (given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+                (consume, (0, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+                (consume, (1, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+                (consume, (2, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
                 (produce, (loads, BLOCK_N, STAGES)),
             ],
             [4, 4, 4], [160, 160, 24],

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....tiles import Tile
 from ...base import Call, Grads, Saved, State
-from ..launcher import again, first, launch_plain, section
+from ..launcher import INTERPRETED, again, first, launch_plain, section
 from ..tables import Table, table
 from .stats import stats_kernel
 
@@ -54,6 +54,11 @@ _QUERIES = {
 }
 
 
+def can(call: Call) -> bool:
+    """Whether these kernels do a call."""
+    return not _unavailable(call.device) and not why_not(call)
+
+
 def why_not(call: Call) -> list[str]:
     """Every reason why the portable kernel has to do a call."""
     found = list(_unavailable(call.device))
@@ -75,6 +80,8 @@ def why_not(call: Call) -> list[str]:
 def _unavailable(device: torch.device) -> tuple[str, ...]:
     if os.environ.get(VARIABLE) != "1":
         return (f"it is not on: {VARIABLE}=1 is not set",)
+    if INTERPRETED:
+        return ("Triton's interpreter does not run it",)
     if device.type != "cuda" or torch.version.hip is not None:
         return (f"it needs a Hopper GPU, not {device}",)
     capability = torch.cuda.get_device_capability(device)

@@ -61,6 +61,28 @@ def capped(products, scale, softcap):
 
 
 @gluon.jit
+def probabilities(s, lse, scale, softcap, SOFTCAP: gl.constexpr):
+    """p = 2^(score − lse), lse in base 2; and, with a softcap, its tanh."""
+    if SOFTCAP:
+        s = capped(s, scale, softcap)
+        p = gl.exp2(s * (softcap * LOG2E) - lse)
+    else:
+        p = gl.exp2(s * (scale * LOG2E) - lse)
+    return p, s
+
+
+@gluon.jit
+def score_gradients(p, dp, delta, tanh, SOFTCAP: gl.constexpr, GUARD: gl.constexpr):
+    """ds. With GUARD, delta of what is not seen may be anything."""
+    ds = p * (dp - delta)
+    if SOFTCAP:
+        ds = ds * (1.0 - tanh * tanh)
+    if GUARD:
+        ds = gl.where(p > 0, ds, 0.0)
+    return ds
+
+
+@gluon.jit
 def clear_from(smem, row):
     """Zeros from this row on, in shared memory that products will read."""
     ROWS: gl.constexpr = smem.shape[0]

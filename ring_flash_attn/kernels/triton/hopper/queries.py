@@ -15,7 +15,16 @@ see, as in `forward.py`; dK and dV come from the kernels that own keys.
 
 from .forward import HALF, inside, masked, span_of
 from .gluon import gl, gluon, load_tile, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from .pieces import ANY_NUMBER, LOG2E, barriers, capped, clear_from, place, put, scalars
+from .pieces import (
+    ANY_NUMBER,
+    barriers,
+    clear_from,
+    place,
+    probabilities,
+    put,
+    scalars,
+    score_gradients,
+)
 
 
 @gluon.jit
@@ -86,38 +95,16 @@ def consume(
                 use_acc=False, is_async=True,
             )
             s = warpgroup_mma_wait(1, deps=(s,))
-            if SOFTCAP:
-                tanh = capped(s, scale, softcap)
-                p = gl.exp2(tanh * (softcap * LOG2E) - lse[:, None])
-            else:
-                p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
+            p, tanh = probabilities(s, lse[:, None], scale, softcap, SOFTCAP)
             if (j < left) | (j > right):
                 p = masked(p, 0.0, j, k_len, low, high, i0, C, BLOCK_N)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            ds = p * (dp - delta[:, None])
-            if SOFTCAP:
-                ds = ds * (1.0 - tanh * tanh)
+            ds = score_gradients(p, dp, delta[:, None], tanh, SOFTCAP, False)
             dq = warpgroup_mma(gl.convert_layout(ds.to(dtype), operand), k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             mbarrier.arrive(empty.index(stage))
             n += 1
     put(dq_ptr, dq * scale, q, C, rows, d, dq_row, FRESH, EVEN)
-
-
-@gluon.jit
-def consume0(
-    given, BLOCK_N: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, GUARD: gl.constexpr,
-    EVEN: gl.constexpr, FRESH: gl.constexpr,
-):
-    consume(0, given, BLOCK_N, D, SOFTCAP, GUARD, EVEN, FRESH)
-
-
-@gluon.jit
-def consume1(
-    given, BLOCK_N: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, GUARD: gl.constexpr,
-    EVEN: gl.constexpr, FRESH: gl.constexpr,
-):
-    consume(1, given, BLOCK_N, D, SOFTCAP, GUARD, EVEN, FRESH)
 
 
 @gluon.jit(do_not_specialize=ANY_NUMBER)
@@ -159,8 +146,8 @@ def queries_kernel(
     )
     gl.warp_specialize(
         [
-            (consume0, (given, BLOCK_N, D, SOFTCAP, GUARD, EVEN, FRESH)),
-            (consume1, (given, BLOCK_N, D, SOFTCAP, GUARD, EVEN, FRESH)),
+            (consume, (0, given, BLOCK_N, D, SOFTCAP, GUARD, EVEN, FRESH)),
+            (consume, (1, given, BLOCK_N, D, SOFTCAP, GUARD, EVEN, FRESH)),
             (produce, (loads, BLOCK_N, STAGES)),
         ],
         [4, 4], [240, 24],
