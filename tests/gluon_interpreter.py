@@ -53,6 +53,12 @@ class Block(Tensor):
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
+    def reshape(self, shape: Sequence[int]) -> Block:  # type: ignore[override]
+        return _block(Tensor.reshape(self, shape))
+
+    def split(self) -> tuple[Block, Block]:  # type: ignore[override]
+        return self[..., 0], self[..., 1]
+
 
 def _block(x: Tensor) -> Block:
     return x.as_subclass(Block)
@@ -255,7 +261,7 @@ def load_tile(
 
 
 def load_stats(desc: Any, batch: int, head: int, row: int, full: Any, smem: Any) -> None:
-    _copy_in(desc, [batch, head, row], full, smem)
+    _copy_in(desc, [batch, head, row % 4, row // 4 * 4], full, smem)
 
 
 def add_tile(desc: Any, batch: int, head: int, row: int, column: int, smem: Any) -> None:
@@ -289,8 +295,8 @@ def warpgroup_mma(a: Any, b: Any, acc: Any, *, use_acc: bool = True, is_async: b
     return pending if is_async else pending.result()
 
 
-def warpgroup_mma_wait(outstanding: int, deps: Sequence[_Pending]) -> Any:
-    found = tuple(each.result() for each in deps)
+def warpgroup_mma_wait(outstanding: int, deps: Sequence[Any]) -> Any:
+    found = tuple(each.result() if isinstance(each, _Pending) else each for each in deps)
     return found[0] if len(found) == 1 else found
 
 
@@ -332,6 +338,18 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.memory[offsets[wanted]] = value[wanted].to(pointer.memory.dtype)
 
 
+def _atomic_add(pointer: Pointer, value: int, sem: str) -> Int:
+    with _program.changed:
+        before = _load(pointer)
+        _store(pointer, before + value)
+        return before
+
+
+def _max(x: Tensor, axis: int) -> Any:
+    found = x.amax(axis)
+    return Int(found) if found.dim() == 0 else found
+
+
 def _either(pick: Callable[..., Any], function: Callable[..., Tensor]) -> Callable[[Any, Any], Any]:
     def of(a: Any, b: Any) -> Any:
         if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -347,7 +365,7 @@ def _inline(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Any:
 
 
 def _shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
-    if dtype is torch.int64:
+    if not dtype.is_floating_point:
         return Shared(torch.zeros(*shape, dtype=dtype))
     return Shared(torch.full(tuple(shape), math.nan, dtype=dtype))
 
@@ -366,6 +384,7 @@ gl = SimpleNamespace(
     int32=torch.int32,
     int64=torch.int64,
     program_id=lambda axis: Int(_program.number),
+    num_warps=lambda: 4,
     num_programs=lambda axis: Int(_program.programs),
     static_range=range,
     static_assert=lambda said: None,
@@ -375,10 +394,11 @@ gl = SimpleNamespace(
     where=lambda seen, a, b: torch.where(torch.as_tensor(seen), a, b),
     maximum=_either(max, torch.maximum),
     minimum=_either(min, torch.minimum),
-    max=lambda x, axis: x.amax(axis),
+    max=_max,
     sum=lambda x, axis: x.sum(axis),
     exp2=torch.exp2,
     log2=torch.log2,
+    atomic_add=_atomic_add,
     load=_load,
     store=_store,
     convert_layout=lambda x, layout: x,

@@ -54,7 +54,7 @@ def test_info_shows_our_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "why"), [("1", "it needs a Hopper GPU, not cpu"), ("0", "RFA_HOPPER=1 is not set")]
+    ("value", "why"), [("1", "it needs a Hopper GPU, not cpu"), ("0", "RFA_HOPPER=0 is set")]
 )
 def test_info_says_which_kernels_triton_has(
     value: str, why: str, monkeypatch: pytest.MonkeyPatch

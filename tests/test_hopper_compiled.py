@@ -85,14 +85,14 @@ def _compile(case: Case) -> Code:
         types = {"q_desc": blocks(sizes.block, d), "do_desc": blocks(sizes.block, dv)}
         types |= {"k_desc": blocks(64, d), "v_desc": blocks(64, dv)}
         types |= {"dq_desc": blocks(sizes.block, min(d // 2, 64), dtype="fp32")}
-        types |= dict.fromkeys(("lse_desc", "delta_desc"), blocks(sizes.block, dtype="fp32"))
+        types |= dict.fromkeys(("lse_desc", "delta_desc"), blocks(1, sizes.block, dtype="fp32"))
     else:
         types = {"q_desc": blocks(64, d), "do_desc": blocks(64, dv)}
         types |= {"k_desc": blocks(sizes.block, d), "v_desc": blocks(sizes.block, dv)}
         constants |= {"BLOCK_N": sizes.block}
     if case.kernel == "forward":
         kernel = forward.forward_kernel
-        constants |= {"CONSUMERS": sizes.consumers, **FORWARD}
+        constants |= {"ITEMS": 2 if d <= 128 else 1, **FORWARD}
     elif case.kernel == "queries":
         kernel = queries.queries_kernel
         constants |= BACKWARD
@@ -101,6 +101,7 @@ def _compile(case: Case) -> Code:
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), grads)
     types |= {"result_ptr": f"*{case.dtype}", "delta_ptr": "*fp32"}
     types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "blocks_ptr": "*i32", "tiles_ptr": "*i32"}
+    types |= {"counter_ptr": "*i32"}
     types |= {"scale": "fp32", "softcap": "fp32"}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -108,7 +109,7 @@ def _compile(case: Case) -> Code:
         if signature[name][0] == "*" or (signature[name] == "i32" and name not in ANY_NUMBER):
             attributes[i,] = [["tt.divisibility", 16]]
     source = GluonASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": 4, "maxnreg": sizes.registers}
+    options = {"num_warps": 4, "maxnreg": host._REGISTERS}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return read_nvidia(compiled)
 

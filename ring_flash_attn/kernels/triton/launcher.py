@@ -285,12 +285,13 @@ def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
     sharing = call.nheads // call.nheads_k if nheads == call.nheads else 1
     if work.level:  # whatever comes last takes as long: there is nothing to win but the cache
         return sharing
-    wanted = -(-_PROGRAMS * _processors(call.device) // len(work.blocks))
+    wanted = -(-_PROGRAMS * processors(call.device) // len(work.blocks))
     return min(pairs, -(-wanted // sharing) * sharing)
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """How many multiprocessors it has."""
     if device.type != "cuda":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

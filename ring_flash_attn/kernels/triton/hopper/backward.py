@@ -4,28 +4,34 @@ One program owns 128 keys of one KV head, 64 for each of two consumers, and walk
 of queries that see them, of all query heads of its group: dK and dV stay in registers. Scores are
 computed the other way round, (keys, queries), so that p and ds are operands of dV and dK just as
 they are in registers. Only ds goes through shared memory, for dQ = ds' · k over the keys of both
-consumers, of which each computes half of the columns. The producer has them added to fp32 in memory
-by bulk copies, in no particular order.
+consumers, of which each computes half of the columns. A warp for each consumer has its half added
+to fp32 in memory by bulk copies, in no particular order.
 
-    producer      loads q, dout of block n + 1, n + 2 …   adds dQ of block n - 2, n - 1 …
-    consumer      S = k·q'  dP = v·dout'  ·p·  dV += p·dout  ·ds·  dK += ds·q   dQ of block n - 1
-                                                                 ↓             ↑
-    shared memory                                           ds of block n,  of block n - 1
+    producer      loads q, lse, dout, delta of block n + 1, n + 2 …
+    consumer      S = k·q'  dP = v·dout'  ·p·  dV += p·dout  ·ds·  dQ of block n - 1   dK += ds·q
+                                                                ↓       ↑      ↓
+    shared memory                                    ds of block n   of n - 1  ↓
+    adder                                                                   dQ of block n - 1 …
 
-dQ of a block is computed one block later, so that no consumer waits for the other.
+dQ of a block is computed one block later, so that no consumer waits for the other, and stored while
+dK is computed.
 
     barrier       who arrives       what it says
     kv_full       bulk copies       the program's keys and values are there
     q_full[s]     bulk copies       stage s holds queries and their lse; do_full[s]: dout and delta
     empty[s]      both consumers    they are done with stage s: ds of its block is in shared memory,
-                                    and dQ of the block before, whose ds nobody reads any more
-    dq_last       both consumers    dQ of the last block is in shared memory
-    dq_empty      the producer      dQ of a block has been added to memory
+                                    and nobody reads ds of the block before any more
+    dq_full[c]    consumer c        its half of dQ of a block is in shared memory
+    dq_empty[c]   its adder         and has been read
+
+What limits it is shared memory: with head dimension 128 products, copies and additions of a block
+take some 3,300 of its cycles, and products 2,560 of the tensor cores'.
 
 Registers: with head dimension 128 a consumer's thread needs 128 for dK and dV, 64 for S and dP, and
 32 for p and ds as operands, of 240. So what is the same for all blocks is not kept but found again:
 addresses (`unknown_zero`) and a tile's numbers (`masked`); and lse and delta come through shared
-memory, where a block's first rows need them, rather than by a load of their own.
+memory, where a block's first rows need them, rather than by a load of their own. A fence while
+products are under way, or S of the next block, would make them all wait for each other.
 """
 
 # fmt: off
@@ -52,6 +58,8 @@ from .pieces import (
     put,
     scalars,
     score_gradients,
+    stats_memory,
+    stats_of,
     unknown_zero,
 )
 
@@ -81,35 +89,25 @@ def span_of(tiles_ptr, tile, j0, columns, KEYS: gl.constexpr, BLOCK_M: gl.conste
 def wait_for_block(empty, n):
     """Until both consumers are done with block n, and so with ds of the one before.
 
-    There is no block −1, and nobody looks at its dQ.
+    There is no block −1: nobody waits for it, and nobody looks at its dQ.
     """
     STAGES: gl.constexpr = empty.shape[0]
-    mbarrier.wait(empty.index((n + STAGES) % STAGES), ((n + STAGES) // STAGES - 1) & 1, pred=n >= 0)
+    mbarrier.wait(empty.index((n + STAGES) % STAGES), ((n + STAGES) // STAGES - 1) & 1)
 
 
 @gluon.jit
-def add_dq(dq_desc, dq_smem, dq_empty, batch, head, row):
-    """Have dQ of a block, which both consumers have put there, added to memory."""
-    for c in gl.static_range(2):
-        add_tile(dq_desc, batch, head, row, c * dq_desc.block_type.shape[3], dq_smem.index(c))
-    wait_for_adds()
-    mbarrier.arrive(dq_empty.index(0))
-
-
-@gluon.jit
-def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DQ: gl.constexpr):
+def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
     """Load keys and values, then blocks of queries and dout with what is known of their rows."""
     (
-        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, tiles_ptr, q_smem, do_smem,
-        k_smem, v_smem, lse_smem, delta_smem, dq_smem, kv_full, q_full, do_full, empty, dq_last,
-        dq_empty, batch, head_k, group, row, j0, columns, first_tile, last_tile,
+        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, tiles_ptr, q_smem, do_smem, k_smem,
+        v_smem, lse_smem, delta_smem, kv_full, q_full, do_full, empty, batch, head_k, group, row,
+        j0, columns, first_tile, last_tile,
     ) = loads
     mbarrier.expect(kv_full.index(0), 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for c in gl.static_range(2):
         load_tile(k_desc, batch, head_k, row + c * HALF, kv_full.index(0), k_smem.index(c), False)
         load_tile(v_desc, batch, head_k, row + c * HALF, kv_full.index(0), v_smem.index(c), False)
     n = 0
-    head1, row1, head2, row2, head3, row3 = 0, 0, 0, 0, 0, 0  # of the last three blocks
     for member in range(group):
         head = head_k * group + member
         for tile in range(first_tile, last_tile):
@@ -126,22 +124,28 @@ def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DQ: gl.constexpr
                 mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
                 load_tile(do_desc, batch, head, at, full, do_smem.index(stage), False)
                 load_stats(delta_desc, batch, head, at, full, delta_smem.index(stage))
-                if DQ:
-                    if n > 2:  # the stage was free: block n - 2 is done, with dQ of the one before
-                        add_dq(dq_desc, dq_smem, dq_empty, batch, head3, row3)
-                    head3, row3, head2, row2, head1, row1 = head2, row2, head1, row1, head, at
                 n += 1
-    if DQ:
-        gl.static_assert(STAGES == 2)
-        if n > 2:
-            wait_for_block(empty, n - 2)
-            add_dq(dq_desc, dq_smem, dq_empty, batch, head3, row3)
-        if n > 1:
-            wait_for_block(empty, n - 1)
-            add_dq(dq_desc, dq_smem, dq_empty, batch, head2, row2)
-        if n > 0:
-            mbarrier.wait(dq_last.index(0), 0)
-            add_dq(dq_desc, dq_smem, dq_empty, batch, head1, row1)
+
+
+@gluon.jit
+def add(C: gl.constexpr, adds, BLOCK_M: gl.constexpr):
+    """Have one consumer's half of dQ of each block added to memory."""
+    (
+        dq_desc, tiles_ptr, dq_smem, dq_full, dq_empty, batch, head_k, group, j0, columns,
+        first_tile, last_tile,
+    ) = adds
+    column = C * dq_desc.block_type.shape[3]
+    n = 0
+    for member in range(group):
+        head = head_k * group + member
+        for tile in range(first_tile, last_tile):
+            begin, _, _, end, last, _ = span_of(tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M)
+            for i in range(begin, end, BLOCK_M):
+                mbarrier.wait(dq_full.index(C), n & 1)
+                add_tile(dq_desc, batch, head, gl.minimum(i, last), column, dq_smem.index(C))
+                wait_for_adds()
+                mbarrier.arrive(dq_empty.index(C))
+                n += 1
 
 
 @gluon.jit
@@ -161,10 +165,9 @@ def half_dq(C: gl.constexpr, ds_smem, k_smem, buffer, zero, BLOCK_M: gl.constexp
 
 @gluon.jit
 def put_dq(C: gl.constexpr, dq, dq_smem, dq_empty, n):
-    """Put dQ of block n − 1 where the producer finds it."""
-    mbarrier.wait(dq_empty.index(0), n & 1, pred=n > 0)
+    """Put dQ of block n − 1 where the adder finds it; a fence has to follow."""
+    mbarrier.wait(dq_empty.index(C), gl.maximum(n, 1) & 1)
     dq_smem.index(C).store(dq)
-    fence_async_shared()
 
 
 @gluon.jit
@@ -194,7 +197,7 @@ def run(
     """Add the queries in rows begin … end, in blocks; n counts all blocks."""
     (
         q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, empty,
-        dq_last, dq_empty,
+        dq_full, dq_empty,
     ) = shared
     STAGES: gl.constexpr = q_smem.shape[0]
     dtype: gl.constexpr = k_smem.dtype
@@ -223,26 +226,29 @@ def run(
             v, dout.permute((1, 0)), gl.zeros([HALF, BLOCK_M], gl.float32, s_layout), use_acc=False,
             is_async=True,
         )
-        s = warpgroup_mma_wait(1, deps=(s,))
-        lse = lse_smem.index(stage).load(of_queries)
+        lse = stats_of(lse_smem, stage, of_queries)
+        s, lse = warpgroup_mma_wait(1, deps=(s, lse))  # read before, not behind it
         p, tanh = probabilities(s, lse[None, :], scale, softcap, SOFTCAP)
         if (i < edge) | (i >= whole):
             p = masked(p, tiles_ptr, tile, i, gl.minimum(i, last), j0, C, BLOCK_M)
         rounded = gl.convert_layout(p.to(dtype), for_dv)
         dv_pending = warpgroup_mma(rounded, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        delta = delta_smem.index(stage).load(of_queries)
+        delta = stats_of(delta_smem, stage, of_queries)
         ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
-        dk_pending = warpgroup_mma(gl.convert_layout(ds, for_dk), q, dk, is_async=True)
         if DQ:
             wait_for_block(empty, n - 1)
-            ds_smem.index(2 * (n & 1) + C).store(ds)
-            fence_async_shared()
             dq_pending = half_dq(C, ds_smem, k_smem, (n & 1) ^ 1, zero, BLOCK_M, D)
-            dv, dk, dq = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending, dq_pending))
+            dk_pending = warpgroup_mma(gl.convert_layout(ds, for_dk), q, dk, is_async=True)
+            ds_smem.index(2 * (n & 1) + C).store(ds)
+            dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
             put_dq(C, dq * scale, dq_smem, dq_empty, n)
+            dk = warpgroup_mma_wait(0, deps=(dk_pending,))
+            fence_async_shared()
+            mbarrier.arrive(dq_full.index(C), pred=n > 0)
             mbarrier.arrive(empty.index(stage))
         else:
+            dk_pending = warpgroup_mma(gl.convert_layout(ds, for_dk), q, dk, is_async=True)
             dv, dk = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending))
             mbarrier.arrive(empty.index(stage))
         n += 1
@@ -262,7 +268,7 @@ def consume(
     ) = given
     (
         q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, empty,
-        dq_last, dq_empty,
+        dq_full, dq_empty,
     ) = shared
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -289,7 +295,8 @@ def consume(
         dq = half_dq(C, ds_smem, k_smem, (n & 1) ^ 1, 0, BLOCK_M, D)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         put_dq(C, dq * scale, dq_smem, dq_empty, n)
-        mbarrier.arrive(dq_last.index(0))
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(C))
     put(dk_ptr, dk * scale, v_smem.index(C), C, columns, d, dk_row, FRESH, EVEN)
     put(dv_ptr, dv, v_smem.index(C), C, columns, dv_width, dv_row, FRESH, EVEN)
 
@@ -312,21 +319,20 @@ def backward_kernel(
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, DV], dtype)
     dq_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D // 2], gl.float32)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, DV], do_layout)
     k_smem = gl.allocate_shared_memory(dtype, [2, HALF, D], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [2, HALF, DV], v_layout)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    lse_smem = stats_memory(lse_desc, STAGES)
+    delta_smem = stats_memory(delta_desc, STAGES)
     ds_smem = gl.allocate_shared_memory(dtype, [BUFFERS, HALF, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, D // 2], dq_layout)
     kv_full = barriers(1, 1)
     q_full, do_full = barriers(STAGES, 1), barriers(STAGES, 1)
     empty = barriers(STAGES, 2)
-    dq_last, dq_empty = barriers(1, 2), barriers(1, 1)
+    dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
 
-    block, pair = place(count, section)
+    block, pair = place(gl.program_id(0), gl.num_programs(0) // count, count, section)
     entry = blocks_ptr + block * 12
     row, columns, j0, first_tile = scalars(entry)
     last_tile = gl.load(entry + 4)
@@ -336,22 +342,38 @@ def backward_kernel(
     dv_ptr += batch64 * dv_batch + head_k * dv_head + row64 * dv_row
     shared = (
         q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, empty,
-        dq_last, dq_empty,
+        dq_full, dq_empty,
     )
     given = (
         dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, group, j0, columns, first_tile, last_tile,
         scale, softcap, d, dv, dk_row, dv_row,
     )
+    adds = (
+        dq_desc, tiles_ptr, dq_smem, dq_full, dq_empty, batch, head_k, group, j0, columns,
+        first_tile, last_tile,
+    )
     loads = (
-        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, tiles_ptr, q_smem, do_smem,
-        k_smem, v_smem, lse_smem, delta_smem, dq_smem, kv_full, q_full, do_full, empty, dq_last,
-        dq_empty, batch, head_k, group, row, j0, columns, first_tile, last_tile,
+        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, tiles_ptr, q_smem, do_smem, k_smem,
+        v_smem, lse_smem, delta_smem, kv_full, q_full, do_full, empty, batch, head_k, group, row,
+        j0, columns, first_tile, last_tile,
     )
-    gl.warp_specialize(
-        [
-            (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-            (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-            (produce, (loads, BLOCK_M, STAGES, DQ)),
-        ],
-        [4, 4], [240, 24],
-    )
+    if DQ:
+        gl.warp_specialize(
+            [
+                (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
+                (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
+                (produce, (loads, BLOCK_M, STAGES)),
+                (add, (0, adds, BLOCK_M)),
+                (add, (1, adds, BLOCK_M)),
+            ],
+            [4, 1, 1, 1], [240, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
+                (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
+                (produce, (loads, BLOCK_M, STAGES)),
+            ],
+            [4, 1], [240, 24],
+        )

@@ -42,6 +42,8 @@ from .pieces import (
     put,
     scalars,
     score_gradients,
+    stats_memory,
+    stats_of,
     unknown_zero,
 )
 
@@ -161,14 +163,14 @@ def run(
             is_async=True,
         )
         s = warpgroup_mma_wait(1, deps=(s,))
-        lse = lse_smem.index(stage).load(of_queries)
+        lse = stats_of(lse_smem, stage, of_queries)
         p, tanh = probabilities(s, lse[None, :], scale, softcap, SOFTCAP)
         if (i < edge) | (i >= whole):
             p = masked(p, tiles_ptr, tile, i, gl.minimum(i, last), j0, 0, BLOCK_M)
         rounded = gl.convert_layout(p.to(dtype), for_dv)
         dv_pending = warpgroup_mma(rounded, dout.slice(C * DVH, DVH, dim=1), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        delta = delta_smem.index(0).load(of_queries)
+        delta = stats_of(delta_smem, 0, of_queries)
         ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
         dk_pending = warpgroup_mma(
             gl.convert_layout(ds, for_dk), q.slice(C * DH, DH, dim=1), dk, is_async=True
@@ -253,13 +255,12 @@ def backward_wide_kernel(
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, DV], dtype)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BLOCK_M], dtype)
     dq_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, PIECE], gl.float32)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_layout)
     do_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_M, DV], do_layout)
     k_smem = gl.allocate_shared_memory(dtype, [1, HALF, D], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, HALF, DV], v_layout)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M], flat)
+    lse_smem = stats_memory(lse_desc, STAGES)
+    delta_smem = stats_memory(delta_desc, 1)
     ds_smem = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, PIECE], dq_layout)
     kv_full, ready = barriers(1, 1), barriers(1, 1)
@@ -267,7 +268,7 @@ def backward_wide_kernel(
     do_full, do_empty = barriers(1, 1), barriers(1, 2)
     dq_full, dq_empty = barriers(1, 2), barriers(1, 1)
 
-    block, pair = place(count, section)
+    block, pair = place(gl.program_id(0), gl.num_programs(0) // count, count, section)
     entry = blocks_ptr + block * 12
     row, columns, j0, first_tile = scalars(entry)
     last_tile = gl.load(entry + 4)

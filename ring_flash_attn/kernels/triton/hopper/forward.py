@@ -1,19 +1,25 @@
 """Forward on Hopper: warps that load, and two groups of warps that compute, on their own clocks.
 
-    producer      Q0  K0  Q1  V0   K1     V1   K2     V2 …          (bulk copies; waits for "empty")
+    producer      Q  K0  V0   K1     V1   K2     V2 …               (bulk copies; waits for "empty")
     consumer 0        S0 ·softmax0· S1 P0·V0 ·softmax1· S2 P1·V1 ·softmax2· …
     consumer 1            S0 ·softmax0· S1 P0·V0 ·softmax1· S2 P1·V1 …
 
-One program owns 128 queries of one head, 64 for each consumer, and walks through the tiles of their
-span like the portable kernel (`../forward.py`). A consumer hands the products of the next block,
-S = q · k', and of this one, p · v, to the tensor cores before it computes the next softmax; `turn`
-lets consumers do that one after the other, so that one multiplies while another exponentiates.
+A piece of work is 128 queries of one head, 64 for each consumer, which walks through the tiles of
+their span like the portable kernel (`../forward.py`). A consumer hands the products of the next
+block, S = q · k', and of this one, p · v, to the tensor cores before it computes the next softmax;
+while it does that, the other one multiplies.
 
-    barrier     who arrives       what it says
-    q_full[c]   a bulk copy       consumer c's queries are there
-    k_full[s]   a bulk copy       stage s holds a block of keys; v_full[s]: of values
-    k_empty[s]  both consumers    nobody reads stage s any more; v_empty[s]
-    turn[c]     consumer 1 - c    consumer c may issue its products
+There is a program for each multiprocessor, which does one piece of work after the other: the
+producer takes the next one from a counter in memory, tells the consumers, and loads it while they
+are still busy with the one before. So nobody waits for a program to start, the longest pieces come
+first, and a program that starts late, because something else runs on its multiprocessor, does less.
+
+    barrier         who arrives       what it says
+    item_full[b]    the producer      buffer b says which piece of work is next
+    item_empty[b]   both consumers    they are done with it, and with its queries
+    q_full[b, c]    a bulk copy       consumer c's queries of that piece are there
+    k_full[s]       a bulk copy       stage s holds a block of keys; v_full[s]: of values
+    k_empty[s]      both consumers    nobody reads stage s any more; v_empty[s]
 
 Registers: the producer keeps 24 a thread, and the consumers have 240. With head dimension 128 a
 consumer's thread needs 64 for the output, 64 for scores and 32 for rounded probabilities.
@@ -34,10 +40,14 @@ from .pieces import (
     LN2,
     LOG2E,
     barriers,
+    begin_of,
     capped,
     clear_from,
+    next_item,
     place,
     scalars,
+    tell,
+    told,
     write,
 )
 
@@ -73,31 +83,51 @@ def inside(j, k_len, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """Load queries, then blocks of keys and values."""
+def produce(loads, BLOCK_N: gl.constexpr):
+    """Find pieces of work; load their queries, then blocks of keys and values."""
     (
-        q_desc, k_desc, v_desc, tiles_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full,
-        v_empty, batch, head, head_k, row, i0, rows, tile, last_tile,
+        q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
+        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count,
+        section, items,
     ) = loads
-    CONSUMERS: gl.constexpr = q_smem.shape[0]
-    load_tile(q_desc, batch, head, row, q_full.index(0), q_smem.index(0))
-    tile, k_row, k_len, low, high, begin, end = first_span(tiles_ptr, tile, last_tile, i0, rows)
-    i = 0
-    while tile < last_tile:
-        for j in range(begin, end, BLOCK_N):
-            at = k_row + inside(j, k_len, BLOCK_N)
-            stage, phase = i % STAGES, (i // STAGES) & 1
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            load_tile(k_desc, batch, head_k, at, k_full.index(stage), k_smem.index(stage))
-            if i == 0:
-                for c in gl.static_range(1, CONSUMERS):
-                    load_tile(q_desc, batch, head, row + c * HALF, q_full.index(c), q_smem.index(c))
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            load_tile(v_desc, batch, head_k, at, v_full.index(stage), v_smem.index(stage))
-            i += 1
-        tile += 1
-        if tile < last_tile:
-            k_row, k_len, low, high, begin, end = span_of(tiles_ptr, tile, i0, rows)
+    STAGES: gl.constexpr = k_smem.shape[0]
+    ITEMS: gl.constexpr = item.shape[0]
+    i, n, number = 0, 0, gl.program_id(0)
+    while number < items:
+        block, pair = place(number, items // count, count, section)
+        row, rows, i0, tile = scalars(blocks_ptr + block * 12)
+        last_tile, flags, _, _ = scalars(blocks_ptr + block * 12 + 4)
+        batch, head = pair // nheads, pair % nheads
+        head_k = head // group
+        tile, k_row, k_len, low, high, begin, end = first_span(tiles_ptr, tile, last_tile, i0, rows)
+        here, phase = n % ITEMS, (n // ITEMS) & 1
+        mbarrier.wait(item_empty.index(here), phase ^ 1)
+        tell(
+            item.index(here),
+            (rows, row, batch, head, i0, tile, last_tile, flags, k_len, low, high, begin, end),
+        )
+        mbarrier.arrive(item_full.index(here))
+        number = next_item(counter_ptr, items)
+        for c in gl.static_range(2):
+            q = here * 2 + c
+            load_tile(q_desc, batch, head, row + c * HALF, q_full.index(q), q_smem.index(q))
+        while tile < last_tile:
+            for j in range(begin, end, BLOCK_N):
+                at = k_row + inside(j, k_len, BLOCK_N)
+                stage, phase = i % STAGES, (i // STAGES) & 1
+                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                load_tile(k_desc, batch, head_k, at, k_full.index(stage), k_smem.index(stage))
+                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                load_tile(v_desc, batch, head_k, at, v_full.index(stage), v_smem.index(stage))
+                i += 1
+            tile += 1
+            if tile < last_tile:
+                k_row, k_len, low, high, begin, end = span_of(tiles_ptr, tile, i0, rows)
+        n += 1
+    here, phase = n % ITEMS, (n // ITEMS) & 1
+    mbarrier.wait(item_empty.index(here), phase ^ 1)
+    tell(item.index(here), (0,))
+    mbarrier.arrive(item_full.index(here))
 
 
 @gluon.jit
@@ -114,20 +144,44 @@ def masked(x, other, j, k_len, low, high, i0, C: gl.constexpr, BLOCK_N: gl.const
 
 
 @gluon.jit
-def softmax(s, m, total, scale, softcap, SOFTCAP: gl.constexpr):
-    """p = 2^(s − m) for the new maximum m; m; the sum of p; what earlier sums are scaled by."""
+def halves(x):
+    """The left and the right half of the columns."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    return x.reshape([ROWS, 2, COLUMNS // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def softmax(s, m, total, scale, softcap, SOFTCAP: gl.constexpr, SPLIT: gl.constexpr):
+    """p = 2^(s − m) for the new maximum m; m; the sum of p; what earlier sums are scaled by.
+
+    Within a thread a reduction is one chain of instructions, each of which waits for the one
+    before; with SPLIT it is several. That helps where heads are wide, and not where they are not.
+    """
+    rows: gl.constexpr = m.type.layout
     factor = (softcap if SOFTCAP else scale) * LOG2E  # with a softcap s is a tanh
-    m_new = gl.maximum(m, gl.max(s, 1) * factor)
+    if SPLIT:
+        a, b = halves(s)
+        a, b = halves(gl.maximum(a, b))
+        top = gl.convert_layout(gl.max(gl.maximum(a, b), 1), rows)
+    else:
+        top = gl.max(s, 1)
+    m_new = gl.maximum(m, top * factor)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * factor - m_safe[:, None])
     rescale = gl.exp2(m - m_safe)
-    return p, m_new, total * rescale + gl.sum(p, 1), rescale
+    if SPLIT:
+        a, b = halves(p)
+        more = gl.convert_layout(gl.sum(a + b, 1), rows)
+    else:
+        more = gl.sum(p, 1)
+    return p, m_new, total * rescale + more, rescale
 
 
 @gluon.jit
 def run(
     MASKED: gl.constexpr, acc, m, total, p, there, i, begin, end, q, k_smem, v_smem, k_full,
-    k_empty, v_full, v_empty, turn, i0, k_len, low, high, scale, softcap,
+    k_empty, v_full, v_empty, i0, k_len, low, high, scale, softcap,
     C: gl.constexpr, SOFTCAP: gl.constexpr, GUARD: gl.constexpr,
 ):
     """Advance by the keys begin … end, in blocks.
@@ -136,7 +190,6 @@ def run(
     which `there` belong to its document. i counts all blocks. Returns where the next run begins.
     """
     STAGES: gl.constexpr = k_smem.shape[0]
-    NEXT: gl.constexpr = (C + 1) % turn.shape[0]
     BLOCK_N: gl.constexpr = p.shape[1]
     dtype: gl.constexpr = q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -151,8 +204,6 @@ def run(
             if there < BLOCK_N:
                 clear_from(v, there)
         mbarrier.wait(k_full.index(stage), phase)
-        if turn.shape[0] > 1:
-            mbarrier.wait(turn.index(C), (i & 1) ^ (1 if C == 0 else 0))
         s = warpgroup_mma(
             q, k.permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout),
             use_acc=False, is_async=True,
@@ -160,18 +211,16 @@ def run(
         if not GUARD:
             mbarrier.wait(v_full.index(v_stage), v_phase)
         pending = warpgroup_mma(p, v, acc, is_async=True)
-        if turn.shape[0] > 1:
-            mbarrier.arrive(turn.index(NEXT))
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_empty.index(stage))
         if SOFTCAP:
             s = capped(s, scale, softcap)
         if MASKED:
             s = masked(s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N)
-        s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
-        acc = warpgroup_mma_wait(0, deps=(pending,))
-        mbarrier.arrive(v_empty.index(v_stage))
+        s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP, acc.shape[1] > 64)
         p = gl.convert_layout(s.to(dtype), p_layout)
+        acc, p = warpgroup_mma_wait(0, deps=(pending, p))
+        mbarrier.arrive(v_empty.index(v_stage))
         acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
         there = k_len - inside(j, k_len, BLOCK_N)
         i += 1
@@ -185,67 +234,99 @@ def consume(
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
     GUARD: gl.constexpr, EVEN: gl.constexpr,
 ):
-    """Output and lse of 64 queries."""
+    """Output and lse of 64 queries of each piece of work."""
+    item, item_full = given[8], given[9]
+    ITEMS: gl.constexpr = item.shape[0]
+    i, n = 0, 0
+    mbarrier.wait(item_full.index(0), 0)
+    while told(item.index(n % ITEMS), 0) > 0:
+        i = attend(C, given, i, n, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)
+        n += 1
+        mbarrier.wait(item_full.index(n % ITEMS), (n // ITEMS) & 1)
+
+
+@gluon.jit
+def lse_of(C: gl.constexpr, it, ptr, batch, row, head, LAYOUT: gl.constexpr):
+    """Where the lse of a consumer's rows are, and which there are."""
+    rows = C * HALF + gl.arange(0, HALF, LAYOUT)
+    return begin_of(it, ptr, batch, row, head) + rows * row, rows < told(it, 0)
+
+
+@gluon.jit
+def out_of(
+    C: gl.constexpr, it, ptr, batch, row, head, dv, DV: gl.constexpr, EVEN: gl.constexpr
+):
+    """Where a consumer's rows of the output are, and which there are."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    rows, there = lse_of(C, it, ptr, batch, row, head, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, DV, gl.SliceLayout(0, layout))
+    there = there[:, None]
+    if not EVEN:
+        there = there & (columns < dv)[None, :]
+    return rows[:, None] + columns[None, :], there
+
+
+@gluon.jit
+def attend(
+    C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
+    GUARD: gl.constexpr, EVEN: gl.constexpr,
+):
+    """Output and lse of 64 queries; n counts pieces of work and i blocks of keys."""
     (
-        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_empty,
-        v_full, v_empty, turn, i0, rows, tile, last_tile, flags, scale, softcap, dv, o_row, l_row,
-        r_row,
+        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item,
+        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty,
     ) = given
+    (
+        scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
+    ) = of_all
     STAGES: gl.constexpr = k_smem.shape[0]
-    NEXT: gl.constexpr = (C + 1) % turn.shape[0]
+    ITEMS: gl.constexpr = item.shape[0]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    LAST: gl.constexpr = 2 if RESULT else 4  # nothing has that: it stays in fp32
     dtype: gl.constexpr = q_smem.dtype
+    here, phase = n % ITEMS, (n // ITEMS) & 1
+    it = item.index(here)
+    rows, i0, tile, last_tile = told(it, 0), told(it, 4), told(it, 5), told(it, 6)
+    k_len, low, high, j, end = told(it, 8), told(it, 9), told(it, 10), told(it, 11), told(it, 12)
 
     # Go on from the state (out, lse), on the first launch from a sink or from nothing; see
     # `../forward.py`.
-    is_first = (flags & 1) != 0
-    here = C * HALF + gl.arange(0, HALF, o_rows)
-    columns = gl.arange(0, DV, gl.SliceLayout(0, o_layout))
-    out_ptrs = (out_ptr + here * o_row)[:, None] + columns[None, :]
-    stored = (here < rows)[:, None]
-    if not EVEN:
-        stored = stored & (columns < dv)[None, :]
-    here_s = C * HALF + gl.arange(0, HALF, s_rows)
-    lse_ptrs = lse_ptr + here_s * l_row
-    if SINK:
-        known = here_s < rows
-    else:
-        known = (here_s < rows) & (not is_first)
-    lse = gl.load(lse_ptrs, mask=known, other=float("-inf"))
+    is_first = (told(it, 7) & 1) != 0
+    out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
+    lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
+    if not SINK:
+        there_s = there_s & (not is_first)
+    lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
     m = lse * LOG2E - CARRY
     total = gl.where(lse > float("-inf"), 8388608.0, 0.0)  # 2^CARRY
-    acc = gl.load(out_ptrs, mask=stored & (not is_first), other=0.0) * 8388608.0
+    acc = gl.load(out_ptrs, mask=there_o & (not is_first), other=0.0) * 8388608.0
 
     # The first block.
-    tile, k_row, k_len, low, high, j, end = first_span(tiles_ptr, tile, last_tile, i0, rows)
-    q = q_smem.index(C)
-    mbarrier.wait(q_full.index(C), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    if turn.shape[0] > 1:
-        mbarrier.wait(turn.index(C), 1 if C == 0 else 0)
-    k = k_smem.index(0)
+    stage, phase_k = i % STAGES, (i // STAGES) & 1
+    q = q_smem.index(here * 2 + C)
+    mbarrier.wait(q_full.index(here * 2 + C), phase)
+    mbarrier.wait(k_full.index(stage), phase_k)
     s = warpgroup_mma(
-        q, k.permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout), use_acc=False,
-        is_async=True,
+        q, k_smem.index(stage).permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout),
+        use_acc=False, is_async=True,
     )
-    if turn.shape[0] > 1:
-        mbarrier.arrive(turn.index(NEXT))
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(k_empty.index(0))
+    mbarrier.arrive(k_empty.index(stage))
     if SOFTCAP:
         s = capped(s, scale, softcap)
     s = masked(s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N)
-    s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
+    s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP, DV > 64)
     p = gl.convert_layout(s.to(dtype), p_layout)
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     there = k_len - inside(j, k_len, BLOCK_N)  # rows of the block that belong to these keys
     j += BLOCK_N
+    i += 1
 
-    i = 1
     while tile < last_tile:
         next_tile = gl.minimum(tile + 1, last_tile - 1)
         n_row, n_len, n_low, n_high, n_begin, n_end = span_of(tiles_ptr, next_tile, i0, rows)
@@ -253,17 +334,17 @@ def consume(
             left = gl.minimum(i0 + C * HALF + HALF - 1 + low, end)
             acc, m, total, p, there, i, j = run(
                 True, acc, m, total, p, there, i, j, left, q, k_smem, v_smem, k_full, k_empty,
-                v_full, v_empty, turn, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
+                v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
             )
         # Blocks that end here need no mask on the right.
         right = gl.minimum(k_len, i0 + C * HALF + high + 1) - BLOCK_N + 1
         acc, m, total, p, there, i, j = run(
             False, acc, m, total, p, there, i, j, right, q, k_smem, v_smem, k_full, k_empty,
-            v_full, v_empty, turn, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
+            v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
         )
         acc, m, total, p, there, i, j = run(
             True, acc, m, total, p, there, i, j, end, q, k_smem, v_smem, k_full, k_empty,
-            v_full, v_empty, turn, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
+            v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
         )
         k_len, low, high, j, end = n_len, n_low, n_high, n_begin, n_end
         tile += 1
@@ -275,86 +356,66 @@ def consume(
         if there < BLOCK_N:
             clear_from(v, there)
     acc = warpgroup_mma(p, v, acc)
+    mbarrier.arrive(v_empty.index(v_stage))
 
     # Normalise; a row that saw no key is (0, −inf).
     seen = total > 0
     inverse = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), o_rows)[:, None]
     acc = gl.where(inverse > 0, acc * inverse, 0.0)
     lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
-    gl.store(lse_ptrs, lse, mask=here_s < rows)
-    if RESULT:
-        if (flags & 2) != 0:
-            write(result_ptr, acc, q_smem.index(C), C, rows, dv, r_row, EVEN)
-        else:
-            gl.store(out_ptrs, acc, mask=stored)
+    lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
+    gl.store(lse_ptrs, lse, mask=there_s)
+    if (told(it, 7) & LAST) != 0:
+        result_ptr = begin_of(it, result_ptr, r_batch, r_row, r_head)
+        write(result_ptr, acc, q, C, told(it, 0), dv, r_row, EVEN)
     else:
-        gl.store(out_ptrs, acc, mask=stored)
+        out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
+        gl.store(out_ptrs, acc, mask=there_o)
+    mbarrier.arrive(item_empty.index(here))
+    return i
 
 
 @gluon.jit(do_not_specialize=ANY_NUMBER)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, result_ptr, blocks_ptr, tiles_ptr, scale, softcap,
-    nheads, group, count, section, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch,
-    r_row, r_head,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, result_ptr, counter_ptr, blocks_ptr, tiles_ptr, scale,
+    softcap, nheads, group, count, section, items, dv, o_batch, o_row, o_head, l_batch, l_head,
+    l_row, r_batch, r_row, r_head,
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
-    GUARD: gl.constexpr, EVEN: gl.constexpr, CONSUMERS: gl.constexpr,
+    ITEMS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr,
+    RESULT: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr,
 ):
-    """Output and lse of a block of queries of one head: all tiles of the span."""
+    """Output and lse of blocks of queries, one after the other: all tiles of their span."""
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DV], dtype)
-    q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, HALF, D], q_layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_smem = gl.allocate_shared_memory(dtype, [ITEMS * 2, HALF, D], q_layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_layout)
-    q_full, turn = barriers(CONSUMERS, 1), barriers(CONSUMERS, 1)
+    item = gl.allocate_shared_memory(gl.int32, [ITEMS, 16], flat)
+    item_full, item_empty = barriers(ITEMS, 1), barriers(ITEMS, 2)
+    q_full = barriers(ITEMS * 2, 1)
     k_full, v_full = barriers(STAGES, 1), barriers(STAGES, 1)
-    k_empty, v_empty = barriers(STAGES, CONSUMERS), barriers(STAGES, CONSUMERS)
+    k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
 
-    block, pair = place(count, section)
-    entry = blocks_ptr + block * 12
-    row, rows, i0, tile = scalars(entry)
-    last_tile, flags = gl.load(entry + 4), gl.load(entry + 5)
-    batch, head = pair // nheads, pair % nheads
-    head_k = head // group
-    row64, batch64 = row.to(gl.int64), batch.to(gl.int64)
-    out_ptr += batch64 * o_batch + head * o_head + row64 * o_row
-    result_ptr += batch64 * r_batch + head * r_head + row64 * r_row
-    lse_ptr += batch64 * l_batch + head * l_head + row64 * l_row
+    of_all = (
+        scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
+    )
     given = (
-        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_empty,
-        v_full, v_empty, turn, i0, rows, tile, last_tile, flags, scale, softcap, dv, o_row, l_row,
-        r_row,
+        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item,
+        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty,
     )
     loads = (
-        q_desc, k_desc, v_desc, tiles_ptr, q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full,
-        v_empty, batch, head, head_k, row, i0, rows, tile, last_tile,
+        q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
+        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count,
+        section, items,
     )
-    if CONSUMERS == 1:
-        gl.warp_specialize(
-            [
-                (consume, (0, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-                (produce, (loads, BLOCK_N, STAGES)),
-            ],
-            [4], [24],
-        )
-    elif CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (0, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-                (consume, (1, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-                (produce, (loads, BLOCK_N, STAGES)),
-            ],
-            [4, 4], [240, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (0, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-                (consume, (1, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-                (consume, (2, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-                (produce, (loads, BLOCK_N, STAGES)),
-            ],
-            [4, 4, 4], [160, 160, 24],
-        )
+    gl.warp_specialize(
+        [
+            (consume, (0, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+            (consume, (1, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+            (produce, (loads, BLOCK_N)),
+        ],
+        [4, 4], [240, 24],
+    )

@@ -53,8 +53,11 @@ def load_tile(desc, batch, head, row, full, smem, EXPECT: gl.constexpr = True):
 
 @gluon.jit
 def load_stats(desc, batch, head, row, full, smem):
-    """Begin to copy one number for each row."""
-    copy_in(desc, [batch, head, row], full, as_block(desc, smem))
+    """Begin to copy one number for each row.
+
+    Copies begin at a multiple of 16 bytes: there are four, of which the n-th begins at row n.
+    """
+    copy_in(desc, [batch, head, row % 4, row // 4 * 4], full, smem)
 
 
 @builtin

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,17 @@ from torch import Tensor
 
 from ....tiles import Tile
 from ...base import Call, Grads, Saved, State
-from ..launcher import INTERPRETED, again, first, launch_plain, section
+from ..launcher import INTERPRETED, again, first, launch_plain, processors, section
 from ..tables import Table, table
 from .stats import stats_kernel
 
-VARIABLE = "RFA_HOPPER"
+VARIABLE, MARGIN = "RFA_HOPPER", "RFA_SM_MARGIN"
 _MAX_HEADDIM = 256
 _HALF = 64  # rows of a consumer
 _PIECE = 64  # columns of dQ that are added at once, where heads are wide
+_COPIES = 4  # of what is known of rows
+_COUNTERS = 1024  # launches that may be under way together
+_REGISTERS = 168  # of a thread when a kernel begins; groups of warps exchange them later
 _ROWS = 256  # of a program of the small kernel
 
 
@@ -31,26 +35,22 @@ class Sizes(NamedTuple):
     Attributes:
         block: rows of a block of the inner loop.
         stages: blocks that are loaded ahead.
-        consumers: groups of warps that compute.
-        registers: of a thread when the kernel begins; groups of warps exchange them later.
     """
 
     block: int
     stages: int
-    consumers: int
-    registers: int
 
 
 _FORWARD = {
-    64: Sizes(128, 3, 2, 168),
-    128: Sizes(128, 2, 2, 168),
-    256: Sizes(64, 2, 2, 168),
+    64: Sizes(128, 3),
+    128: Sizes(128, 2),
+    256: Sizes(64, 2),
 }
-_BACKWARD = dict.fromkeys((64, 128, 256), Sizes(64, 2, 2, 168))
+_BACKWARD = dict.fromkeys((64, 128, 256), Sizes(64, 2))
 _QUERIES = {
-    64: Sizes(128, 2, 2, 168),
-    128: Sizes(64, 2, 2, 168),
-    256: Sizes(64, 1, 2, 168),
+    64: Sizes(128, 2),
+    128: Sizes(64, 2),
+    256: Sizes(64, 1),
 }
 
 
@@ -78,8 +78,8 @@ def why_not(call: Call) -> list[str]:
 
 @cache
 def _unavailable(device: torch.device) -> tuple[str, ...]:
-    if os.environ.get(VARIABLE) != "1":
-        return (f"it is not on: {VARIABLE}=1 is not set",)
+    if os.environ.get(VARIABLE) == "0":
+        return (f"it is off: {VARIABLE}=0 is set",)
     if INTERPRETED:
         return ("Triton's interpreter does not run it",)
     if device.type != "cuda" or torch.version.hip is not None:
@@ -110,7 +110,7 @@ def forward(
         out = state.lse.as_strided((1, 1, 1, 1), (0, 0, 0, 0))
     d, dv = padded(call.headdim), padded(call.headdim_v)
     sizes = _FORWARD[max(64, d, dv)]
-    work = table(tiles, _HALF * sizes.consumers, sizes.block, False, q.device)
+    work = table(tiles, 2 * _HALF, sizes.block, False, q.device)
     launch(
         forward_kernel,
         ((q, (_HALF, d)), (k, (sizes.block, d)), (v, (sizes.block, dv))),
@@ -124,15 +124,15 @@ def forward(
             "D": d,
             "DV": dv,
             "STAGES": sizes.stages,
+            "ITEMS": 2 if d <= 128 else 1,
             "WINDOW": work.windowed,
             "SOFTCAP": call.softcap > 0,
             "SINK": call.sink,
             "RESULT": result is not out,
             "GUARD": work.short,
             "EVEN": dv == call.headdim_v,
-            "CONSUMERS": sizes.consumers,
         },
-        sizes.registers,
+        counter(q.device),
     )
 
 
@@ -175,11 +175,11 @@ def ordered_backward(
     _by_keys(dout, q, k, v, tiles, stats, None, grads, call)
     d, dv = padded(call.headdim), padded(call.headdim_v)
     sizes = _QUERIES[max(64, d, dv)]
-    work = table(tiles, _HALF * sizes.consumers, sizes.block, False, q.device)
+    work = table(tiles, 2 * _HALF, sizes.block, False, q.device)
     launch(
         queries_kernel,
         ((q, (_HALF, d)), (k, (sizes.block, d)), (v, (sizes.block, dv)), (dout, (_HALF, dv))),
-        (*stats, grads.dq),
+        (*(x[:, :, 0] for x in stats), grads.dq),
         work,
         call,
         call.nheads,
@@ -194,7 +194,6 @@ def ordered_backward(
             "EVEN": d == call.headdim,
             "FRESH": grads.fresh_q,
         },
-        sizes.registers,
     )
 
 
@@ -227,9 +226,9 @@ def _by_keys(
             (k, (_HALF, d)),
             (v, (_HALF, dv)),
             (dout, (rows, dv)),
-            (lse.new_empty((1, 1, 1, 4)) if dq is None else dq, (rows, columns)),
-            (lse, (rows,)),
-            (delta, (rows,)),
+            (lse[:1, :1, :1, :4] if dq is None else dq, (rows, columns)),
+            (lse, (1, rows)),
+            (delta, (1, rows)),
         ),
         (grads.dk, grads.dv),
         work,
@@ -247,21 +246,25 @@ def _by_keys(
             "FRESH": grads.fresh_k,
             "DQ": dq is not None,
         },
-        sizes.registers,
     )
 
 
 def row_stats(saved: Saved) -> tuple[Tensor, Tensor]:
-    """lse in base 2, +inf where no key was seen, and delta; rows that bulk copies can read."""
+    """lse in base 2, +inf where no key was seen, and delta: (batch, head, copy, row).
+
+    Bulk copies begin at multiples of 16 bytes, blocks at any row: so there are four, and the n-th
+    begins at row n.
+    """
     batch, nheads, length = saved.lse.shape
-    wide = triton.cdiv(length, 4) * 4
-    stats = torch.empty((2, batch, nheads, wide), dtype=torch.float32, device=saved.lse.device)
+    wide = triton.cdiv(length, _COPIES) * _COPIES
+    shape = (2, batch, nheads, _COPIES, wide)
+    stats = torch.empty(shape, dtype=torch.float32, device=saved.lse.device)
     count = triton.cdiv(length, _ROWS)
     strides = (*saved.lse.stride(), *saved.delta.stride())
-    numbers = (length, wide, nheads, count, *strides, _ROWS)
+    numbers = (length, wide, nheads, count, *strides, _COPIES, _ROWS)
     tensors = (saved.lse, saved.delta, stats[0], stats[1])
     launch_plain(stats_kernel, count * batch * nheads, tensors, numbers)
-    return stats[0, ..., :length], stats[1, ..., :length]
+    return stats[0], stats[1]
 
 
 def launch(
@@ -273,7 +276,7 @@ def launch(
     nheads: int,
     widths: dict[str, int],
     constants: dict[str, Any],
-    registers: int,
+    taken: Tensor | None = None,
 ) -> None:
     """Launch one of the kernels.
 
@@ -286,9 +289,11 @@ def launch(
         nheads: heads that have programs of their own.
         widths: head dimensions.
         constants: by name, for the compiler.
-        registers: of a thread when the kernel begins.
+        taken: of a kernel whose programs do one piece of work after the other, how many are taken.
     """
     tensors = [*(fit(tensor) for tensor, _ in tiled), *others]
+    if taken is not None:
+        tensors.append(taken)
     key = (
         kernel,
         id(work),
@@ -308,12 +313,13 @@ def launch(
         "group": call.nheads // call.nheads_k,
         "count": count,
         "section": section(pairs, nheads, work, call),
+        **({} if taken is None else {"items": count * pairs}),
         **widths,
     }
     strides = [number for x in others for number in x.stride()[:3]]
     arguments = [
         *(descriptor(x, block) for x, block in zip(tensors, blocks, strict=False)),
-        *others,
+        *tensors[len(tiled) :],
         work.blocks,
         work.tiles,
         *numbers.values(),
@@ -322,8 +328,37 @@ def launch(
     names = kernel.arg_names[len(arguments) :]
     assert set(names) == set(constants), set(names) ^ set(constants)
     arguments += [constants[name] for name in names]
-    options = {"num_warps": 4, "maxnreg": registers}
-    first(key, kernel, (count * pairs, 1, 1), arguments, len(tensors), options, work)
+    options = {"num_warps": 4, "maxnreg": _REGISTERS}
+    programs = count * pairs
+    if taken is not None:
+        programs = min(programs, max(processors(call.device) - margin(), 1))
+    first(key, kernel, (programs, 1, 1), arguments, len(tensors), options, work)
+
+
+@cache
+def margin() -> int:
+    """How many multiprocessors to leave to others, such as the kernels that communicate."""
+    value = os.environ.get(MARGIN, "0")
+    if not value.isdecimal():
+        raise ValueError(f"{MARGIN} must be a number of multiprocessors, not {value!r}")
+    return int(value)
+
+
+def counter(device: torch.device) -> Tensor:
+    """A zero, which the kernel that gets it leaves behind as one.
+
+    Kernels that run at the same time get different ones: a captured graph, which may run at any
+    time, its own.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return next(_counters(device))
+
+
+@cache
+def _counters(device: torch.device) -> Iterator[Tensor]:
+    zeros = torch.zeros(_COUNTERS, 4, dtype=torch.int32).to(device)  # 16 bytes apart
+    return cycle(zeros[:, :1].unbind())
 
 
 def fit(x: Tensor) -> Tensor:
@@ -336,10 +371,10 @@ def fit(x: Tensor) -> Tensor:
 
 
 def descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """For bulk copies: of (batch, row, head, d) rows of one head, of (batch, head, row) numbers."""
+    """For bulk copies: of (batch, row, head, d) rows of one head, else of the last dimensions."""
     from .gluon import TensorDescriptor, gl
 
-    if x.dim() == 4:
+    if block[0] > 1:
         x = x.transpose(1, 2)
     whole = [1] * (x.dim() - len(block)) + list(block)
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}

@@ -13,14 +13,55 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
+
+
 @gluon.jit
-def place(count, section):
+def place(number, pairs, count, section):
     """Which of `count` blocks and which pair of batch and head; see `place` in `../scores.py`."""
-    number, pairs = gl.program_id(0), gl.num_programs(0) // count
     first = number // (count * section) * section
     width = gl.minimum(section, pairs - first)
     number -= first * count
     return number // width, first + number % width
+
+
+@gluon.jit
+def next_item(counter_ptr, items):
+    """The number of the next piece of work, beyond the last one if there is none.
+
+    Programs begin with the one of their own number. The counter is 0 again when all are done.
+    """
+    taken = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    if taken == items - 1:
+        gl.store(counter_ptr, 0)
+    return gl.num_programs(0) + taken
+
+
+@gluon.jit
+def tell(smem, numbers):
+    """Put up to 16 numbers where other groups of warps find them."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, 16, layout)
+    x = gl.zeros([16], gl.int32, layout)
+    for i in gl.static_range(len(numbers)):
+        x = gl.where(at == i, numbers[i], x)
+    smem.store(x)
+
+
+@gluon.jit
+def told(smem, i: gl.constexpr):
+    """One of those numbers."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(smem.slice(i, 1).load(layout), 0)
+
+
+@gluon.jit
+def begin_of(it, ptr, batch, row, head):
+    """Where the rows of a piece of work begin, in a tensor with these strides.
+
+    The second to fourth of the numbers that were told are its row, batch and head.
+    """
+    ptr += told(it, 1).to(gl.int64) * row
+    return ptr + (told(it, 2).to(gl.int64) * batch + told(it, 3) * head)
 
 
 @gluon.jit
@@ -48,6 +89,40 @@ def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     for i in gl.static_range(NUMBER):
         mbarrier.init(made.index(i), COUNT)
     return made
+
+
+@gluon.jit
+def stats_memory(desc, STAGES: gl.constexpr):
+    """Shared memory for numbers of rows; as for other bulk copies, not at any address."""
+    shape: gl.constexpr = [STAGES] + desc.block_type.shape  # noqa: RUF005
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def stats_of(smem, stage, LAYOUT: gl.constexpr):
+    """The numbers of the rows of a stage."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return smem.index(stage)._reinterpret(smem.dtype, [smem.shape[4]], flat).load(LAYOUT)
+
+
+@gluon.jit
+def slot(ring, n):
+    """Where the n-th of something is, in a ring of places or of their barriers."""
+    return ring.index(n % ring.shape[0])
+
+
+@gluon.jit
+def in_slot(full, n):
+    """Wait until the n-th is there."""
+    SLOTS: gl.constexpr = full.shape[0]
+    mbarrier.wait(slot(full, n), (n // SLOTS) & 1)
+
+
+@gluon.jit
+def next_slot(empty, n):
+    """Wait until there is a place for the n-th."""
+    SLOTS: gl.constexpr = empty.shape[0]
+    mbarrier.wait(slot(empty, n), ((n // SLOTS) & 1) ^ 1)
 
 
 @gluon.jit

@@ -127,7 +127,7 @@ def queries_kernel(
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_layout)
     q_full, full, empty = barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2)
 
-    block, pair = place(count, section)
+    block, pair = place(gl.program_id(0), gl.num_programs(0) // count, count, section)
     entry = blocks_ptr + block * 12
     row, rows, i0, first_tile = scalars(entry)
     last_tile = gl.load(entry + 4)
