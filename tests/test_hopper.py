@@ -234,3 +234,13 @@ def _waits_for_nobody(rank: int, world_size: int) -> str:
 def test_the_interpreter_notices_a_deadlock(pool: Ranks) -> None:
     for said in pool.run(_waits_for_nobody, timeout=60):
         assert said == "nobody ends the phase that this waits for"
+
+
+@pytest.mark.parametrize("value", ["-1", "two", "1.5"])
+def test_margin_that_is_no_number(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    monkeypatch.setenv("RFA_SM_MARGIN", value)
+    host.margin.cache_clear()
+    with pytest.raises(ValueError, match=f"RFA_SM_MARGIN must be .*not '{value}'"):
+        host.margin()

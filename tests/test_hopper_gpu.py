@@ -1,0 +1,156 @@
+"""The Hopper kernels on a Hopper GPU: rings, streams and graphs, repeats, strided tensors."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+
+import ring_flash_attn as rfa
+from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.layout import layout_names
+from ring_flash_attn.plan import route_names
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+LENGTHS = (700, 129, 37, 1, 300)
+CU_SEQLENS = [0, *itertools.accumulate(LENGTHS)]
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of the largest entry
+REPEATS = 1000
+
+
+def _inputs(headdim: int, dtype: torch.dtype, *lengths: int) -> list[torch.Tensor]:
+    """q, k, v and dout, the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(*lengths, heads, headdim, generator=generator).to("cuda", dtype)
+        for heads in (4, 2, 2, 4)
+    ]
+
+
+def _rings(rank: int, world_size: int) -> list[str]:
+    """What fails of this process's part of layouts × routes × dtypes and head dimensions."""
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    failures = []
+    kinds = [(64, torch.bfloat16), (128, torch.float16)]
+    cases = list(itertools.product(layout_names(), route_names(), kinds))
+    for layout, route, (headdim, dtype) in cases[rank::world_size]:
+        inputs = _inputs(headdim, dtype, CU_SEQLENS[-1])
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        with mock.patch.object(host, "launch", wraps=host.launch) as launches:
+            out = rfa.virtual_ring_attention(
+                *leaves,
+                world_size=4,
+                layout=layout,
+                route=route,
+                cu_seqlens=torch.tensor(CU_SEQLENS, device="cuda"),
+                causal=True,
+                kernel="triton",
+            )
+            got = [out, *torch.autograd.grad(out, leaves, inputs[3])]
+        exact = [x.double().clone().requires_grad_() for x in inputs[:3]]
+        want, _ = oracle(*exact, Rules(causal=True), CU_SEQLENS, CU_SEQLENS)
+        wanted = [want, *torch.autograd.grad(want, exact, inputs[3].double())]
+        errors = [
+            float((a.double() - b).abs().max() / b.abs().max())
+            for a, b in zip(got, wanted, strict=True)
+        ]
+        if not launches.called or not all(error < TOLERANCE[dtype] for error in errors):
+            failures.append(f"{layout} {route} {headdim} {dtype}: {launches.call_count} {errors}")
+    return failures
+
+
+@pytest.mark.timeout(600)
+def test_rings(ranks) -> None:
+    """Every layout and route, with documents shorter than a block and longer ones."""
+    failures = [line for part in ranks(12, "gloo").run(_rings, timeout=580) for line in part]
+    assert not failures, "\n".join(failures)
+
+
+def test_streams_and_graphs_do_not_share_work() -> None:
+    """Kernels that run at the same time each do all of their own pieces of work."""
+    inputs = [_inputs(64, torch.bfloat16, 2, length)[:3] for length in (900, 1500)]
+    wanted = [rfa.triton_flash_attn_func(*x, causal=True) for x in inputs]
+    torch.cuda.synchronize()
+    graphs, outs = [], []
+    for x in inputs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append([rfa.triton_flash_attn_func(*x, causal=True) for _ in range(3)])
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    for _ in range(50):
+        eager = []
+        for number in (0, 1):
+            with torch.cuda.stream(streams[number]):
+                graphs[number].replay()
+            with torch.cuda.stream(streams[2 + number]):
+                eager.append(rfa.triton_flash_attn_func(*inputs[number], causal=True))
+        torch.cuda.synchronize()
+        for number in (0, 1):
+            for out in (eager[number], *outs[number]):
+                assert torch.equal(out, wanted[number])
+                out.zero_()
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_repeats(headdim: int) -> None:
+    """Forward and ordered backward to the bit; dQ that is added as it comes to some roundings."""
+    inputs = _inputs(headdim, torch.bfloat16, 1, 777)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+
+    def results(deterministic: bool) -> list[torch.Tensor]:
+        out = rfa.triton_flash_attn_func(*leaves, causal=True, deterministic=deterministic)
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+
+    ordered = results(True)
+    for _ in range(REPEATS):
+        assert all(torch.equal(a, b) for a, b in zip(results(True), ordered, strict=True))
+    limit = 2 * torch.finfo(torch.bfloat16).eps
+    for _ in range(REPEATS):
+        out, dq, dk, dv = results(False)
+        assert torch.equal(out, ordered[0])
+        for a, b in ((dq, ordered[1]), (dk, ordered[2]), (dv, ordered[3])):
+            assert float((a - b).abs().max() / b.abs().max()) < limit
+
+
+def test_views_are_read_where_they_are() -> None:
+    """Packed q, k and v, and heads before rows, give the same results, without copies."""
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    views = qkv.unbind(2)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in views]
+    want = rfa.triton_flash_attn_func(*(x.contiguous() for x in views), causal=True)
+    for given in (views, heads_first):
+        assert all(host.fit(x) is x for x in given)
+        assert torch.equal(rfa.triton_flash_attn_func(*given, causal=True), want)
+
+
+def test_multiprocessors_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ring_flash_attn.kernels.triton import launcher
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    q, k, v, _ = _inputs(128, torch.bfloat16, 2, 1000)
+    want = rfa.triton_flash_attn_func(q, k, v)
+    monkeypatch.setenv(host.MARGIN, "130")
+    launcher._launches.clear()
+    host.margin.cache_clear()
+    with mock.patch.object(host, "first", wraps=host.first) as first:
+        got = rfa.triton_flash_attn_func(q, k, v)
+    monkeypatch.undo()
+    launcher._launches.clear()
+    host.margin.cache_clear()
+    sizes = [call.args[2][0] for call in first.call_args_list]
+    assert max(torch.cuda.get_device_properties(0).multi_processor_count - 130, 1) in sizes
+    assert torch.equal(got, want)
