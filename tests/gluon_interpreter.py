@@ -469,3 +469,4 @@ def install() -> None:
     from ring_flash_attn.kernels.triton.hopper import host
 
     host._unavailable = lambda device: ()
+    host._NARROW = 0

@@ -29,17 +29,28 @@ def call_on(generation: int, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("generation", "headdim", "first"),
+    ("generation", "headdim", "hopper", "first"),
     [
-        (9, 128, ("fa4", "fa3", "cudnn", "triton")),
-        (9, 64, ("fa4", "fa3", "triton", "cudnn")),
-        (10, 128, ("fa4", "fa3", "cudnn", "triton")),
-        (8, 128, ("flash_attn", "fa2", "triton", "cudnn")),
+        (9, 256, True, ("fa4", "fa3", "cudnn", "triton")),
+        (9, 128, True, ("fa4", "fa3", "triton", "cudnn")),
+        (9, 128, False, ("fa4", "fa3", "cudnn", "triton")),
+        (9, 64, False, ("fa4", "fa3", "triton", "cudnn")),
+        (10, 128, True, ("fa4", "fa3", "cudnn", "triton")),
+        (8, 128, True, ("flash_attn", "fa2", "triton", "cudnn")),
     ],
 )
 def test_the_order_of_auto(
-    monkeypatch: pytest.MonkeyPatch, generation: int, headdim: int, first: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    generation: int,
+    headdim: int,
+    hopper: bool,
+    first: tuple[str, ...],
 ) -> None:
+    pytest.importorskip("triton")
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    reasons = () if hopper else ("off",)
+    monkeypatch.setattr(host, "_unavailable", lambda device: reasons)
     call = call_on(generation, monkeypatch, headdim=headdim, headdim_v=headdim)
     order = base.candidates("auto", call)
     assert order[: len(first)] == first

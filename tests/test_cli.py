@@ -70,6 +70,21 @@ def test_info_says_which_kernels_triton_has(
     assert why in line
 
 
+@pytest.mark.parametrize(("headdim", "portable"), [("64", True), ("128", False)])
+def test_info_says_whose_backward_is_portable(
+    headdim: str, portable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    monkeypatch.setattr(host, "_unavailable", lambda device: ())
+    (line,) = (
+        x for x in rfa("info", "--headdim", headdim).output.splitlines() if "triton has:" in x
+    )
+    assert "kernels for Hopper" in line
+    assert ("portable" in line) == portable
+
+
 # draw
 
 

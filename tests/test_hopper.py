@@ -169,6 +169,35 @@ def test_documents_do_not_leak(pool: Ranks) -> None:
         assert counts == [0] * 36
 
 
+def _with_nan_before(rank: int, world_size: int) -> list[int]:
+    """NaNs in the results of documents behind a short one that is all NaN."""
+    counts = []
+    for headdim in (64, 256):
+        leaves = [torch.randn(300, 2, headdim, dtype=torch.float16) for _ in range(3)]
+        dout = torch.randn(300, 2, headdim, dtype=torch.float16)
+        for x in (*leaves, dout):
+            x[10:30] = torch.nan
+        leaves = [x.requires_grad_() for x in leaves]
+        cu_seqlens = torch.tensor([0, 10, 30, 40, 300], dtype=torch.int32)
+        options = {"causal": True, "deterministic": rank == 0}
+        with _counted() as launches:
+            out = rfa.triton_flash_attn_varlen_func(
+                *leaves, cu_seqlens, cu_seqlens, 260, 260, **options
+            )
+            grads = torch.autograd.grad(out, leaves, dout)
+        assert launches.call_count == 3 - rank
+        counts += [
+            int(x[at].isnan().sum()) for x in (out, *grads) for at in (slice(10), slice(30, None))
+        ]
+    return counts
+
+
+def test_a_short_document_does_not_leak(pool: Ranks) -> None:
+    """Blocks of it reach over its end."""
+    for counts in pool.run(_with_nan_before, timeout=120):
+        assert counts == [0] * 16
+
+
 def _strided(rank: int, world_size: int) -> tuple[int, list[float]]:
     """Copies, and errors, for tensors that are views of one."""
     import gluon_interpreter

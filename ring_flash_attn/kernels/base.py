@@ -309,13 +309,23 @@ def _order(call: Call) -> tuple[str, ...]:
     generation = 0
     if call.device.type == "cuda" and torch.version.hip is None:
         generation = torch.cuda.get_device_capability(call.device)[0]
-    if generation == 9 and max(call.headdim, call.headdim_v) <= 64:
+    wide = max(call.headdim, call.headdim_v)
+    if generation == 9 and (wide <= 64 or (wide <= 128 and _has_hopper_kernels(call))):
         return ("fa4", "fa3", "triton", "cudnn", "flash_attn", "fa2", *last)
     if generation in (9, 10):
         return ("fa4", "fa3", "cudnn", "triton", "flash_attn", "fa2", *last)
     if generation:
         return ("flash_attn", "fa2", "triton", "cudnn", "fa3", "fa4", *last)
     return ("triton", *LIBRARIES, *last)
+
+
+def _has_hopper_kernels(call: Call) -> bool:
+    """Whether `triton` is more than its portable kernels here."""
+    if isinstance(load_kernel("triton"), str):
+        return False
+    from .triton.hopper import host
+
+    return host.can(call)
 
 
 @cache

@@ -56,26 +56,7 @@ class TritonKernel:
         """Advance `state` by the keys of `tiles`, in one launch."""
         if hopper.can(call):
             return hopper.forward(q, k, v, tiles, state, call)
-        out, result = state.out, state.out if state.result is None else state.result
-        if out.dtype is not torch.float32:
-            # Nothing is carried, so that the kernel does not touch `out`. It has to be fp32 all the
-            # same: for another type the loop is compiled badly (tests/test_triton_compiled.py).
-            out = state.lse.as_strided((1, 1, 1, 1), (0, 0, 0, 0))
-        blocks = blocks_for("forward", call)
-        work = table(tiles, blocks.rows, blocks.columns, False, q.device)
-        launch(
-            forward_kernel,
-            ((fit(q), blocks.rows), (fit(k), blocks.columns), (fit(v), blocks.columns)),
-            (out, state.lse, result),
-            work,
-            call,
-            call.nheads,
-            blocks,
-            GUARD=work.short,
-            WINDOW=work.windowed,
-            SINK=call.sink,
-            RESULT=result is not out,
-        )
+        return launch_forward(q, k, v, tiles, state, call)
 
     def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
         """(batch, nheads, seqlen_q): the sum of dout · out."""
@@ -103,13 +84,40 @@ class TritonKernel:
         call: Call,
     ) -> None:
         """Add the gradients that `tiles` contribute to `grads`, in two launches."""
-        if hopper.can(call):
-            run = hopper.ordered_backward if call.deterministic else hopper.backward
+        if hopper.can_backward(call):
+            ordered = call.deterministic or torch.are_deterministic_algorithms_enabled()
+            run = hopper.ordered_backward if ordered else hopper.backward
             return run(dout, q, k, v, tiles, saved, grads, call)
         inputs = fit(q), fit(k), fit(v), fit(dout)
         stats = row_stats(saved, call)
         launch_backward("keys", inputs, (stats, grads.dk, grads.dv), tiles, call, grads.fresh_k)
         launch_backward("queries", inputs, (stats, grads.dq), tiles, call, grads.fresh_q)
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
+) -> None:
+    """The launch of the forward."""
+    out, result = state.out, state.out if state.result is None else state.result
+    if out.dtype is not torch.float32:
+        # Nothing is carried, so that the kernel does not touch `out`. It has to be fp32 all the
+        # same: for another type the loop is compiled badly (tests/test_triton_compiled.py).
+        out = state.lse.as_strided((1, 1, 1, 1), (0, 0, 0, 0))
+    blocks = blocks_for("forward", call)
+    work = table(tiles, blocks.rows, blocks.columns, False, q.device)
+    launch(
+        forward_kernel,
+        ((fit(q), blocks.rows), (fit(k), blocks.columns), (fit(v), blocks.columns)),
+        (out, state.lse, result),
+        work,
+        call,
+        call.nheads,
+        blocks,
+        GUARD=work.short,
+        WINDOW=work.windowed,
+        SINK=call.sink,
+        RESULT=result is not out,
+    )
 
 
 def launch_backward(

@@ -22,7 +22,7 @@ from triton.errors import TritonError
 from ...layout import Span
 from ...tiles import Mask, make_tiles
 from ..base import Call, Saved, State
-from . import KERNEL, launch_backward, row_stats
+from . import KERNEL, launch_backward, launch_forward, row_stats
 from .config import (
     FORMAT,
     KERNELS,
@@ -286,7 +286,7 @@ def _trials(call: Call, seqlen: int, fresh: bool) -> dict[str, Trial]:
 
     def forward(blocks: Blocks) -> None:
         with using("forward", call, blocks):
-            KERNEL.forward(q, k, v, tiles, State(out, lse[..., 0]), call)
+            launch_forward(q, k, v, tiles, State(out, lse[..., 0]), call)
 
     trials = {"forward": Trial(forward, (out, lse), start)}
     default = default_blocks("forward", limit_of(call.headdim), call.dtype, device)

@@ -53,6 +53,7 @@ from .pieces import (
     ANY_NUMBER,
     barriers,
     clear_from,
+    of_document,
     place,
     probabilities,
     put,
@@ -164,8 +165,10 @@ def half_dq(C: gl.constexpr, ds_smem, k_smem, buffer, zero, BLOCK_M: gl.constexp
 
 
 @gluon.jit
-def put_dq(C: gl.constexpr, dq, dq_smem, dq_empty, n):
+def put_dq(C: gl.constexpr, dq, dq_smem, dq_empty, n, there, GUARD: gl.constexpr):
     """Put dQ of block n − 1 where the adder finds it; a fence has to follow."""
+    if GUARD:
+        dq = of_document(dq, there)
     mbarrier.wait(dq_empty.index(C), gl.maximum(n, 1) & 1)
     dq_smem.index(C).store(dq)
 
@@ -189,12 +192,16 @@ def masked(x, tiles_ptr, tile, i, at, j0, C: gl.constexpr, BLOCK_M: gl.constexpr
 
 @gluon.jit
 def run(
-    dk, dv, n, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, v_smem, shared, scale,
-    softcap,
+    dk, dv, n, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, v_smem, shared,
+    scale, softcap,
     C: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     SOFTCAP: gl.constexpr, GUARD: gl.constexpr, DQ: gl.constexpr,
 ):
-    """Add the queries in rows begin … end, in blocks; n counts all blocks."""
+    """Add the queries in rows begin … end, in blocks; n counts all blocks.
+
+    `there` says how many rows of the block before belong to its document, where that may be less
+    than all. Returns that of the last one, too.
+    """
     (
         q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, empty,
         dq_full, dq_empty,
@@ -242,7 +249,7 @@ def run(
             dk_pending = warpgroup_mma(gl.convert_layout(ds, for_dk), q, dk, is_async=True)
             ds_smem.index(2 * (n & 1) + C).store(ds)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
-            put_dq(C, dq * scale, dq_smem, dq_empty, n)
+            put_dq(C, dq * scale, dq_smem, dq_empty, n, there, GUARD)
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
             fence_async_shared()
             mbarrier.arrive(dq_full.index(C), pred=n > 0)
@@ -252,7 +259,9 @@ def run(
             dv, dk = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending))
             mbarrier.arrive(empty.index(stage))
         n += 1
-    return dk, dv, n
+        if GUARD:
+            there = q_len
+    return dk, dv, n, there
 
 
 @gluon.jit
@@ -280,21 +289,21 @@ def consume(
         clear_from(k, columns - C * HALF)
         clear_from(v, columns - C * HALF)
     thread_barrier()  # here, and not in the loop, where the compiler would put it
-    n = 0
+    n, there = 0, 0
     for member in range(group):
         for tile in range(first_tile, last_tile):
             begin, edge, whole, end, last, q_len = span_of(
                 tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M
             )
-            dk, dv, n = run(
-                dk, dv, n, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, v_smem,
+            dk, dv, n, there = run(
+                dk, dv, n, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, v_smem,
                 shared, scale, softcap, C, BLOCK_M, D, DV, SOFTCAP, GUARD, DQ,
             )
     if DQ:
         wait_for_block(empty, n - 1)
         dq = half_dq(C, ds_smem, k_smem, (n & 1) ^ 1, 0, BLOCK_M, D)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        put_dq(C, dq * scale, dq_smem, dq_empty, n)
+        put_dq(C, dq * scale, dq_smem, dq_empty, n, there, GUARD)
         fence_async_shared()
         mbarrier.arrive(dq_full.index(C))
     put(dk_ptr, dk * scale, v_smem.index(C), C, columns, d, dk_row, FRESH, EVEN)

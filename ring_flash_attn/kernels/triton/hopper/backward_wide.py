@@ -37,6 +37,7 @@ from .pieces import (
     ANY_NUMBER,
     barriers,
     clear_from,
+    of_document,
     place,
     probabilities,
     put,
@@ -114,8 +115,12 @@ def piece_of_dq(ds, k, COLUMN: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def put_dq(C: gl.constexpr, dq, dq_smem, dq_full, dq_empty, number):
-    """Hand a piece of dQ to the producer."""
+def put_dq(
+    C: gl.constexpr, dq, dq_smem, dq_full, dq_empty, number, there, GUARD: gl.constexpr
+):
+    """Hand a piece of dQ to the producer; `there` rows of the block belong to its document."""
+    if GUARD:
+        dq = of_document(dq, there)
     mbarrier.wait(dq_empty.index(0), (number & 1) ^ 1)
     dq_smem.index(C).store(dq)
     fence_async_shared()
@@ -183,10 +188,10 @@ def run(
             mbarrier.arrive(do_empty.index(0))
             dk, dq = warpgroup_mma_wait(0, deps=(dk_pending, dq))
             mbarrier.arrive(q_empty.index(stage))
-            put_dq(C, dq * scale, dq_smem, dq_full, dq_empty, 2 * n)
+            put_dq(C, dq * scale, dq_smem, dq_full, dq_empty, 2 * n, q_len, GUARD)
             dq = piece_of_dq(own_ds, k, C * DH + PIECE, BLOCK_M)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            put_dq(C, dq * scale, dq_smem, dq_full, dq_empty, 2 * n + 1)
+            put_dq(C, dq * scale, dq_smem, dq_full, dq_empty, 2 * n + 1, q_len, GUARD)
         else:
             dv, dk = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending))
             mbarrier.arrive(do_empty.index(0))

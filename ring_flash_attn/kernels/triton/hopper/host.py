@@ -22,6 +22,7 @@ from .stats import stats_kernel
 VARIABLE, MARGIN = "RFA_HOPPER", "RFA_SM_MARGIN"
 _MAX_HEADDIM = 256
 _HALF = 64  # rows of a consumer
+_NARROW = 64  # head dimension up to which the portable backward is faster
 _PIECE = 64  # columns of dQ that are added at once, where heads are wide
 _COPIES = 4  # of what is known of rows
 _COUNTERS = 1024  # launches that may be under way together
@@ -57,6 +58,14 @@ _QUERIES = {
 def can(call: Call) -> bool:
     """Whether these kernels do a call."""
     return not _unavailable(call.device) and not why_not(call)
+
+
+def can_backward(call: Call) -> bool:
+    """Whether these kernels do a call's backward pass: narrow heads' is left to the portable ones.
+
+    Those are faster there, by some 5 %.
+    """
+    return max(padded(call.headdim), padded(call.headdim_v)) > _NARROW and can(call)
 
 
 def why_not(call: Call) -> list[str]:

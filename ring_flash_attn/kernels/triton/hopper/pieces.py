@@ -158,6 +158,13 @@ def score_gradients(p, dp, delta, tanh, SOFTCAP: gl.constexpr, GUARD: gl.constex
 
 
 @gluon.jit
+def of_document(dq, there):
+    """dQ with zeros for rows of other documents: 0 · NaN in the keys of this one would be NaN."""
+    rows = gl.arange(0, dq.shape[0], gl.SliceLayout(1, dq.type.layout))
+    return gl.where((rows < there)[:, None], dq, 0.0)
+
+
+@gluon.jit
 def clear_from(smem, row):
     """Zeros from this row on, in shared memory that products will read."""
     ROWS: gl.constexpr = smem.shape[0]
