@@ -321,11 +321,8 @@ def _order(call: Call) -> tuple[str, ...]:
 
 def _has_hopper_kernels(call: Call) -> bool:
     """Whether `triton` is more than its portable kernels here."""
-    if isinstance(load_kernel("triton"), str):
-        return False
-    from .triton.hopper import host
-
-    return host.can(call)
+    has = getattr(load_kernel("triton"), "has_hopper_kernels", None)
+    return has is not None and bool(has(call))
 
 
 @cache

@@ -50,6 +50,10 @@ class TritonKernel:
             )
         return reasons
 
+    def has_hopper_kernels(self, call: Call) -> bool:
+        """Whether a call does not go through the portable kernels."""
+        return hopper.can(call)
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
     ) -> None:

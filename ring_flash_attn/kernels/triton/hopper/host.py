@@ -47,7 +47,11 @@ _FORWARD = {
     128: Sizes(128, 2),
     256: Sizes(64, 2),
 }
-_BACKWARD = dict.fromkeys((64, 128, 256), Sizes(64, 2))
+_BACKWARD = {
+    64: Sizes(64, 3),
+    128: Sizes(64, 2),
+    256: Sizes(64, 2),
+}
 _QUERIES = {
     64: Sizes(128, 2),
     128: Sizes(64, 2),
