@@ -13,8 +13,6 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
-
-
 @gluon.jit
 def place(number, pairs, count, section):
     """Which of `count` blocks and which pair of batch and head; see `place` in `../scores.py`."""
