@@ -274,11 +274,41 @@ def test_the_interpreter_notices_a_deadlock(pool: Ranks) -> None:
         assert said == "nobody ends the phase that this waits for"
 
 
-@pytest.mark.parametrize("value", ["-1", "two", "1.5"])
-def test_margin_that_is_no_number(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", ["-1", "two", "1.5", "1"])
+def test_margins_that_leave_nothing(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ring_flash_attn.kernels.triton.hopper import host
 
     monkeypatch.setenv("RFA_SM_MARGIN", value)
-    host.margin.cache_clear()
-    with pytest.raises(ValueError, match=f"RFA_SM_MARGIN must be .*not '{value}'"):
-        host.margin()
+    host.free_processors.cache_clear()
+    with pytest.raises(ValueError, match=f"RFA_SM_MARGIN must be less than .*not '{value}'"):
+        host.free_processors(torch.device("cpu"))  # which counts as one
+
+
+def test_off_and_on_are_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    monkeypatch.setenv("RFA_HOPPER", "off")
+    host._unavailable.cache_clear()
+    with pytest.raises(ValueError, match="RFA_HOPPER must be 0 or 1, not 'off'"):
+        host._unavailable(torch.device("cpu"))
+
+
+def _on_three_processors(rank: int, world_size: int) -> tuple[list[dict[str, float]], int]:
+    """Errors of two launches with the same counter, and where it stands."""
+    with _poisoned_memory(), _counted():
+        from ring_flash_attn.kernels.triton.hopper import host
+
+        counter = torch.zeros(1, dtype=torch.int32)
+        with (
+            mock.patch.object(host, "counter", return_value=counter),
+            mock.patch.object(host, "free_processors", return_value=3),
+        ):
+            errors = [_errors(CASES["long_causal"]) for _ in range(2)]
+    return errors, int(counter)
+
+
+def test_programs_share_the_work_and_leave_the_counter_at_zero(pool: Ranks) -> None:
+    for errors, counter in pool.run(_on_three_processors, timeout=120):
+        for found in errors:
+            assert all(error < DTYPES["bf16"][1] for error in found.values()), found
+        assert counter == 0

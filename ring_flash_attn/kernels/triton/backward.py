@@ -48,15 +48,14 @@ def delta_kernel(
     tl.store(delta_ptr + pair.to(tl.int64) * length + rows, delta, mask=rows < length)
 
 
-@triton.jit(do_not_specialize=ANY_NUMBER)
-def stats_kernel(
-    lse_ptr, delta_ptr, stats_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head,
-    e_row, BLOCK: tl.constexpr,
+@triton.jit
+def stats_of_rows(
+    lse_ptr, delta_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head, e_row,
+    BLOCK: tl.constexpr,
 ):
-    """(lse, delta) of a row side by side, lse in base 2 and +inf where no key was seen: p = 0.
+    """A program's pair of batch and head, rows, which there are, lse in base 2, and delta.
 
-    Side by side, a block's numbers are one short contiguous load. Read from two tensors they would
-    be fetched number by number, by every thread that needs them, in each turn of the loop.
+    lse is +inf where no key was seen, so that p = 0.
     """
     pair = tl.program_id(0) // count
     batch, head = (pair // nheads).to(tl.int64), (pair % nheads).to(tl.int64)
@@ -65,7 +64,24 @@ def stats_kernel(
     lse = tl.load(lse_ptr + batch * l_batch + head * l_head + rows * l_row, mask=mask)
     delta = tl.load(delta_ptr + batch * e_batch + head * e_head + rows * e_row, mask=mask)
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    stats_ptr += (pair.to(tl.int64) * length + rows) * 2
+    return pair.to(tl.int64), rows, mask, lse, delta
+
+
+@triton.jit(do_not_specialize=ANY_NUMBER)
+def stats_kernel(
+    lse_ptr, delta_ptr, stats_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head,
+    e_row, BLOCK: tl.constexpr,
+):
+    """(lse, delta) of a row side by side, as `stats_of_rows` has them.
+
+    Side by side, a block's numbers are one short contiguous load. Read from two tensors they would
+    be fetched number by number, by every thread that needs them, in each turn of the loop.
+    """
+    pair, rows, mask, lse, delta = stats_of_rows(
+        lse_ptr, delta_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head, e_row,
+        BLOCK,
+    )
+    stats_ptr += (pair * length + rows) * 2
     tl.store(stats_ptr, lse, mask=mask)
     tl.store(stats_ptr + 1, delta, mask=mask)
 

@@ -12,7 +12,8 @@ while it does that, the other one multiplies.
 There is a program for each multiprocessor, which does one piece of work after the other: the
 producer takes the next one from a counter in memory, tells the consumers, and loads it while they
 are still busy with the one before. So nobody waits for a program to start, the longest pieces come
-first, and a program that starts late, because something else runs on its multiprocessor, does less.
+first, and of one that starts late, because something else runs on its multiprocessor, the others do
+all but its first piece.
 
     barrier         who arrives       what it says
     item_full[b]    the producer      buffer b says which piece of work is next
@@ -230,7 +231,7 @@ def run(
 
 @gluon.jit
 def consume(
-    C: gl.constexpr, given, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    C: gl.constexpr, given, BLOCK_N: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
     GUARD: gl.constexpr, EVEN: gl.constexpr,
 ):
@@ -240,7 +241,7 @@ def consume(
     i, n = 0, 0
     mbarrier.wait(item_full.index(0), 0)
     while told(item.index(n % ITEMS), 0) > 0:
-        i = attend(C, given, i, n, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)
+        i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)
         n += 1
         mbarrier.wait(item_full.index(n % ITEMS), (n // ITEMS) & 1)
 
@@ -268,7 +269,7 @@ def out_of(
 
 @gluon.jit
 def attend(
-    C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
     GUARD: gl.constexpr, EVEN: gl.constexpr,
 ):
@@ -413,8 +414,8 @@ def forward_kernel(
     )
     gl.warp_specialize(
         [
-            (consume, (0, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-            (consume, (1, given, BLOCK_N, D, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+            (consume, (0, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
+            (consume, (1, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
             (produce, (loads, BLOCK_N)),
         ],
         [4, 4], [240, 24],

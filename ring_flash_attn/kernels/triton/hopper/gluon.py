@@ -21,7 +21,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
-    "load_stats",
+    "load_numbers",
     "load_tile",
     "mbarrier",
     "thread_barrier",
@@ -52,12 +52,9 @@ def load_tile(desc, batch, head, row, full, smem, EXPECT: gl.constexpr = True):
 
 
 @gluon.jit
-def load_stats(desc, batch, head, row, full, smem):
-    """Begin to copy one number for each row.
-
-    Copies begin at a multiple of 16 bytes: there are four, of which the n-th begins at row n.
-    """
-    copy_in(desc, [batch, head, row % 4, row // 4 * 4], full, smem)
+def load_numbers(desc, batch, head, which, row, full, smem):
+    """Begin to copy numbers, one for each row; not from any row, but a multiple of 16 bytes."""
+    copy_in(desc, [batch, head, which, row], full, smem)
 
 
 @builtin

@@ -61,7 +61,7 @@ _QUERIES = {
 
 def can(call: Call) -> bool:
     """Whether these kernels do a call."""
-    return not _unavailable(call.device) and not why_not(call)
+    return not why_not(call)
 
 
 def can_backward(call: Call) -> bool:
@@ -91,7 +91,10 @@ def why_not(call: Call) -> list[str]:
 
 @cache
 def _unavailable(device: torch.device) -> tuple[str, ...]:
-    if os.environ.get(VARIABLE) == "0":
+    value = os.environ.get(VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{VARIABLE} must be 0 or 1, not {value!r}")
+    if value == "0":
         return (f"it is off: {VARIABLE}=0 is set",)
     if INTERPRETED:
         return ("Triton's interpreter does not run it",)
@@ -344,17 +347,17 @@ def launch(
     options = {"num_warps": 4, "maxnreg": _REGISTERS}
     programs = count * pairs
     if taken is not None:
-        programs = min(programs, max(processors(call.device) - margin(), 1))
+        programs = min(programs, free_processors(call.device))
     first(key, kernel, (programs, 1, 1), arguments, len(tensors), options, work)
 
 
 @cache
-def margin() -> int:
-    """How many multiprocessors to leave to others, such as the kernels that communicate."""
-    value = os.environ.get(MARGIN, "0")
-    if not value.isdecimal():
-        raise ValueError(f"{MARGIN} must be a number of multiprocessors, not {value!r}")
-    return int(value)
+def free_processors(device: torch.device) -> int:
+    """All multiprocessors but those left to others, such as the kernels that communicate."""
+    value, count = os.environ.get(MARGIN, "0"), processors(device)
+    if not value.isdecimal() or int(value) >= count:
+        raise ValueError(f"{MARGIN} must be less than {device}'s {count} processors, not {value!r}")
+    return count - int(value)
 
 
 def counter(device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 # fmt: off
 
-from .gluon import fence_async_shared, gl, gluon, mbarrier
+from .gluon import fence_async_shared, gl, gluon, load_numbers, mbarrier
 
 # Arguments whose divisibility helps nobody: one kernel for all.
 ANY_NUMBER = [
@@ -94,6 +94,12 @@ def stats_memory(desc, STAGES: gl.constexpr):
     """Shared memory for numbers of rows; as for other bulk copies, not at any address."""
     shape: gl.constexpr = [STAGES] + desc.block_type.shape  # noqa: RUF005
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def load_stats(desc, batch, head, row, full, smem):
+    """Begin to copy one number for each row from any row on: of four copies, one begins there."""
+    load_numbers(desc, batch, head, row % 4, row // 4 * 4, full, smem)
 
 
 @gluon.jit
