@@ -155,6 +155,7 @@ class _Program:
         self.chance = random.Random(0)
         self.changed = threading.Condition(threading.RLock())
         self.barriers: dict[int, _Barrier] = {}
+        self.turns = [0, 0]
         self.failed = False
 
     def begin(self, number: int, programs: int) -> None:
@@ -202,6 +203,23 @@ def _wait(smem: Shared, phase: int, pred: Any = True) -> None:
         assert not _program.failed, "another thread failed"
         if barrier.late:
             _wait(smem, phase)
+
+
+def pass_turn(group: int) -> None:
+    with _program.changed:
+        _program.turns[1 - group] += 1
+        assert _program.turns[1 - group] == 1, "a turn is passed twice"
+        _program.changed.notify_all()
+
+
+def await_turn(group: int) -> None:
+    with _program.changed:
+        passed = _program.changed.wait_for(
+            lambda: _program.turns[group] or _program.failed, _PATIENCE
+        )
+        assert passed, "nobody passes the turn"
+        assert not _program.failed, "another thread failed"
+        _program.turns[group] -= 1
 
 
 @dataclass
@@ -323,6 +341,7 @@ def _warp_specialize(functions: Any, warps: Any, registers: Any) -> None:
         thread.join()
     if errors:
         raise errors[0]
+    assert _program.turns == [0, 0], "a turn that nobody took"
 
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0.0) -> Any:
@@ -392,6 +411,7 @@ gl = SimpleNamespace(
     static_range=range,
     static_assert=lambda said: None,
     cdiv=lambda a, b: -(-a // b),
+    full=lambda shape, value, dtype, layout: _block(torch.full(shape, value, dtype=dtype)),
     zeros=lambda shape, dtype, layout: _block(torch.zeros(shape, dtype=dtype)),
     arange=lambda a, b, layout: _block(torch.arange(a, b)),
     where=lambda seen, a, b: torch.where(torch.as_tensor(seen), a, b),
@@ -464,6 +484,8 @@ def install() -> None:
         wait_for_adds=_nothing,
         fence_async_shared=_nothing,
         thread_barrier=_nothing,
+        await_turn=await_turn,
+        pass_turn=pass_turn,
         warpgroup_mma=warpgroup_mma,
         warpgroup_mma_wait=warpgroup_mma_wait,
         TensorDescriptor=Descriptor,

@@ -19,6 +19,7 @@ dK is computed.
     barrier       who arrives       what it says
     kv_full       bulk copies       the program's keys and values are there
     q_full[s]     bulk copies       stage s holds queries and their lse; do_full[s]: dout and delta
+    clear[s]      consumer 0        what lies behind the end of a short document is cleared
     empty[s]      both consumers    they are done with stage s: ds of its block is in shared memory,
                                     and nobody reads ds of the block before any more
     dq_full[c]    consumer c        its half of dQ of a block is in shared memory
@@ -51,6 +52,7 @@ from .gluon import (
 from .pieces import (
     ANY_NUMBER,
     barriers,
+    clear_behind,
     clear_from,
     load_stats,
     of_document,
@@ -203,8 +205,8 @@ def run(
     than all. Returns that of the last one, too.
     """
     (
-        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, empty,
-        dq_full, dq_empty,
+        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, clear,
+        empty, dq_full, dq_empty,
     ) = shared
     STAGES: gl.constexpr = q_smem.shape[0]
     dtype: gl.constexpr = k_smem.dtype
@@ -220,9 +222,7 @@ def run(
         mbarrier.wait(q_full.index(stage), phase)
         if GUARD:
             mbarrier.wait(do_full.index(stage), phase)
-            if q_len < BLOCK_M:  # what lies behind them may be anything
-                clear_from(q, q_len)
-                clear_from(dout, q_len)
+            clear_behind(C, (q, dout), q_len, clear, n)  # may be anything
         s = warpgroup_mma(
             k, q.permute((1, 0)), gl.zeros([HALF, BLOCK_M], gl.float32, s_layout), use_acc=False,
             is_async=True,
@@ -276,8 +276,8 @@ def consume(
         scale, softcap, d, dv_width, dk_row, dv_row,
     ) = given
     (
-        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, empty,
-        dq_full, dq_empty,
+        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, clear,
+        empty, dq_full, dq_empty,
     ) = shared
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -337,7 +337,7 @@ def backward_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [BUFFERS, HALF, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, D // 2], dq_layout)
     kv_full = barriers(1, 1)
-    q_full, do_full = barriers(STAGES, 1), barriers(STAGES, 1)
+    q_full, do_full, clear = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1)
     empty = barriers(STAGES, 2)
     dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
 
@@ -350,8 +350,8 @@ def backward_kernel(
     dk_ptr += batch64 * dk_batch + head_k * dk_head + row64 * dk_row
     dv_ptr += batch64 * dv_batch + head_k * dv_head + row64 * dv_row
     shared = (
-        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, empty,
-        dq_full, dq_empty,
+        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, clear,
+        empty, dq_full, dq_empty,
     )
     given = (
         dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, group, j0, columns, first_tile, last_tile,

@@ -13,6 +13,7 @@ so hands it to the producer in two pieces.
     kv_full       bulk copies       the program's keys and values are there
     ready         consumer 0        what lies behind them has been cleared
     q_full[s]     bulk copies       stage s holds queries and their lse; do_full: dout and delta
+    clear[s]      consumer 0        what lies behind the end of a short document is cleared
     q_empty[s]    both consumers    nobody reads stage s any more; do_empty
     dq_full       both consumers    a piece of dQ is in shared memory
     dq_empty      the producer      it has been added to memory
@@ -35,6 +36,7 @@ from .gluon import (
 from .pieces import (
     ANY_NUMBER,
     barriers,
+    clear_behind,
     clear_from,
     load_stats,
     of_document,
@@ -136,7 +138,7 @@ def run(
     """Add the queries in rows begin … end, in blocks; n counts all blocks."""
     (
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty,
-        do_full, do_empty, dq_full, dq_empty,
+        do_full, do_empty, clear, dq_full, dq_empty,
     ) = shared
     STAGES: gl.constexpr = q_smem.shape[0]
     DH: gl.constexpr = dk.shape[1]
@@ -154,9 +156,7 @@ def run(
         mbarrier.wait(q_full.index(stage), phase)
         if GUARD:
             mbarrier.wait(do_full.index(0), n & 1)
-            if q_len < BLOCK_M:  # what lies behind them may be anything
-                clear_from(q, q_len)
-                clear_from(dout, q_len)
+            clear_behind(C, (q, dout), q_len, clear, n)  # may be anything
         s = warpgroup_mma(
             k, q.permute((1, 0)), gl.zeros([HALF, BLOCK_M], gl.float32, s_layout), use_acc=False,
             is_async=True,
@@ -213,7 +213,7 @@ def consume(
     ) = given
     (
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty,
-        do_full, do_empty, dq_full, dq_empty,
+        do_full, do_empty, clear, dq_full, dq_empty,
     ) = shared
     DH: gl.constexpr = D // 2
     DVH: gl.constexpr = DV // 2
@@ -269,7 +269,7 @@ def backward_wide_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, PIECE], dq_layout)
     kv_full, ready = barriers(1, 1), barriers(1, 1)
-    q_full, q_empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    q_full, clear, q_empty = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2)
     do_full, do_empty = barriers(1, 1), barriers(1, 2)
     dq_full, dq_empty = barriers(1, 2), barriers(1, 1)
 
@@ -283,7 +283,7 @@ def backward_wide_kernel(
     dv_ptr += batch64 * dv_batch + head_k * dv_head + row64 * dv_row
     shared = (
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty,
-        do_full, do_empty, dq_full, dq_empty,
+        do_full, do_empty, clear, dq_full, dq_empty,
     )
     given = (
         dk_ptr, dv_ptr, tiles_ptr, kv_full, ready, group, j0, columns, first_tile, last_tile, scale,

@@ -7,7 +7,8 @@
 A piece of work is 128 queries of one head, 64 for each consumer, which walks through the tiles of
 their span like the portable kernel (`../forward.py`). A consumer hands the products of the next
 block, S = q · k', and of this one, p · v, to the tensor cores before it computes the next softmax;
-while it does that, the other one multiplies.
+while it does that, the other one multiplies. They take turns at it: products of both at once would
+all come late.
 
 There is a program for each multiprocessor, which does one piece of work after the other: the
 producer takes the next one from a counter in memory, tells the consumers, and loads it while they
@@ -20,7 +21,9 @@ all but its first piece.
     item_empty[b]   both consumers    they are done with it, and with its queries
     q_full[b, c]    a bulk copy       consumer c's queries of that piece are there
     k_full[s]       a bulk copy       stage s holds a block of keys; v_full[s]: of values
+    v_clear[s]      consumer 0        what lies behind the end of a short document is cleared
     k_empty[s]      both consumers    nobody reads stage s any more; v_empty[s]
+    turn of c       the other one     it has handed over its products; `await_turn`, `pass_turn`
 
 Registers: the producer keeps 24 a thread, and the consumers have 240. With head dimension 128 a
 consumer's thread needs 64 for the output, 64 for scores and 32 for rounded probabilities.
@@ -29,10 +32,13 @@ consumer's thread needs 64 for the output, 64 for scores and 32 for rounded prob
 # fmt: off
 
 from .gluon import (
+    await_turn,
+    fence_async_shared,
     gl,
     gluon,
     load_tile,
     mbarrier,
+    pass_turn,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -43,7 +49,7 @@ from .pieces import (
     barriers,
     begin_of,
     capped,
-    clear_from,
+    clear_behind,
     next_item,
     place,
     scalars,
@@ -132,57 +138,69 @@ def produce(loads, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def masked(x, other, j, k_len, low, high, i0, C: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(queries, keys) of the block from j on; `other` where a row does not see the key."""
+def masked(
+    x, other, j, k_len, low, high, i0, C: gl.constexpr, BLOCK_N: gl.constexpr,
+    EIGHTS: gl.constexpr = False,
+):
+    """(queries, keys) of the block from j on; `other` where a row does not see the key.
+
+    Of groups of 8 keys a thread has two each. With EIGHTS keys are counted in such groups: then
+    registers differ in nothing but the group, which the compiler knows, and no register holds it.
+    """
     layout: gl.constexpr = x.type.layout
     at = inside(j, k_len, BLOCK_N)
-    rows = i0 + C * HALF - at + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    keys = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-    first = gl.maximum(rows + low, j - at)
-    last = gl.minimum(rows + high, k_len - 1 - at)
-    seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
-    return gl.where(seen, x, other)
+    if EIGHTS:
+        x = in_eights(x)
+        by_key: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+        by_group: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+        rows = i0 + C * HALF - at + gl.arange(0, HALF, gl.SliceLayout(1, by_key))
+        within = gl.arange(0, 8, gl.SliceLayout(0, by_key))[None, :]
+        first = (gl.maximum(rows + low, j - at)[:, None] - within)[:, None, :]
+        last = (gl.minimum(rows + high, k_len - 1 - at)[:, None] - within)[:, None, :]
+        keys = 8 * gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, by_group))[None, :, None]
+    else:
+        rows = i0 + C * HALF - at + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        first = gl.maximum(rows + low, j - at)[:, None]
+        last = gl.minimum(rows + high, k_len - 1 - at)[:, None]
+        keys = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
+    x = gl.where((keys >= first) & (keys <= last), x, other)
+    return gl.convert_layout(x.reshape([HALF, BLOCK_N]), layout)
 
 
 @gluon.jit
-def halves(x):
-    """The left and the right half of the columns."""
+def in_eights(x):
+    """(rows, groups, 8): a thread has two columns of each group of 8, and all groups."""
     ROWS: gl.constexpr = x.shape[0]
-    COLUMNS: gl.constexpr = x.shape[1]
-    return x.reshape([ROWS, 2, COLUMNS // 2]).permute(0, 2, 1).split()
+    GROUPS: gl.constexpr = x.shape[1] // 8
+    return x.reshape([ROWS, GROUPS, 8])
 
 
 @gluon.jit
-def softmax(s, m, total, scale, softcap, SOFTCAP: gl.constexpr, SPLIT: gl.constexpr):
+def softmax(s, m, total, scale, softcap, SOFTCAP: gl.constexpr):
     """p = 2^(s − m) for the new maximum m; m; the sum of p; what earlier sums are scaled by.
 
-    Within a thread a reduction is one chain of instructions, each of which waits for the one
-    before; with SPLIT it is several. That helps where heads are wide, and not where they are not.
+    A row has one sum, or eight: then threads need not exchange theirs before the end. Eight are
+    faster with head dimensions 64 and 256 and slower with 128, where they move the maximum of a
+    thread's second row behind the powers of its first.
     """
-    rows: gl.constexpr = m.type.layout
     factor = (softcap if SOFTCAP else scale) * LOG2E  # with a softcap s is a tanh
-    if SPLIT:
-        a, b = halves(s)
-        a, b = halves(gl.maximum(a, b))
-        top = gl.convert_layout(gl.max(gl.maximum(a, b), 1), rows)
-    else:
-        top = gl.max(s, 1)
-    m_new = gl.maximum(m, top * factor)
+    m_new = gl.maximum(m, gl.max(s, 1) * factor)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * factor - m_safe[:, None])
     rescale = gl.exp2(m - m_safe)
-    if SPLIT:
-        a, b = halves(p)
-        more = gl.convert_layout(gl.sum(a + b, 1), rows)
+    sums: gl.constexpr = total.type.layout
+    if len(total.shape) == 1:
+        total = total * rescale + gl.sum(p, 1)
     else:
-        more = gl.sum(p, 1)
-    return p, m_new, total * rescale + more, rescale
+        total *= gl.convert_layout(rescale, gl.SliceLayout(1, sums))[:, None]
+        total += gl.convert_layout(gl.sum(in_eights(p), 1), sums)
+    return p, m_new, total, rescale
 
 
 @gluon.jit
 def run(
     MASKED: gl.constexpr, acc, m, total, p, there, i, begin, end, q, k_smem, v_smem, k_full,
-    k_empty, v_full, v_empty, i0, k_len, low, high, scale, softcap,
+    k_empty, v_full, v_clear, v_empty, i0, k_len, low, high, scale, softcap,
     C: gl.constexpr, SOFTCAP: gl.constexpr, GUARD: gl.constexpr,
 ):
     """Advance by the keys begin … end, in blocks.
@@ -202,9 +220,9 @@ def run(
         k, v = k_smem.index(stage), v_smem.index(v_stage)
         if GUARD:  # not while products are under way: a branch would make them wait for each other
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            if there < BLOCK_N:
-                clear_from(v, there)
+            clear_behind(C, (v,), there, v_clear, i - 1)
         mbarrier.wait(k_full.index(stage), phase)
+        await_turn(C)
         s = warpgroup_mma(
             q, k.permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout),
             use_acc=False, is_async=True,
@@ -212,17 +230,22 @@ def run(
         if not GUARD:
             mbarrier.wait(v_full.index(v_stage), v_phase)
         pending = warpgroup_mma(p, v, acc, is_async=True)
+        pass_turn(C)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_empty.index(stage))
         if SOFTCAP:
             s = capped(s, scale, softcap)
         if MASKED:
-            s = masked(s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N)
-        s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP, acc.shape[1] > 64)
+            s = masked(
+                s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N, acc.shape[1] > 128
+            )
+        s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
         p = gl.convert_layout(s.to(dtype), p_layout)
         acc, p = warpgroup_mma_wait(0, deps=(pending, p))
         mbarrier.arrive(v_empty.index(v_stage))
         acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+        if GUARD:  # scaled here, and not behind the branch above, where products are under way
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         there = k_len - inside(j, k_len, BLOCK_N)
         i += 1
     done = gl.maximum(gl.cdiv(end - begin, BLOCK_N), 0) * BLOCK_N
@@ -239,11 +262,15 @@ def consume(
     item, item_full = given[8], given[9]
     ITEMS: gl.constexpr = item.shape[0]
     i, n = 0, 0
+    if C == 1:
+        pass_turn(1)  # consumer 0 begins
     mbarrier.wait(item_full.index(0), 0)
     while told(item.index(n % ITEMS), 0) > 0:
         i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)
         n += 1
         mbarrier.wait(item_full.index(n % ITEMS), (n // ITEMS) & 1)
+    if C == 0:
+        await_turn(0)  # as often as it was passed
 
 
 @gluon.jit
@@ -276,7 +303,7 @@ def attend(
     """Output and lse of 64 queries; n counts pieces of work and i blocks of keys."""
     (
         out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item,
-        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty,
+        item_full, item_empty, q_full, k_full, k_empty, v_full, v_clear, v_empty,
     ) = given
     (
         scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
@@ -300,28 +327,42 @@ def attend(
     is_first = (told(it, 7) & 1) != 0
     out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
     lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
-    if not SINK:
-        there_s = there_s & (not is_first)
-    lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
+    lse = gl.full([HALF], float("-inf"), gl.float32, s_rows)
+    acc = gl.zeros([HALF, DV], gl.float32, o_layout)
+    if SINK or not is_first:
+        lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
+    if not is_first:
+        acc = gl.load(out_ptrs, mask=there_o, other=0.0) * 8388608.0  # 2^CARRY
     m = lse * LOG2E - CARRY
-    total = gl.where(lse > float("-inf"), 8388608.0, 0.0)  # 2^CARRY
-    acc = gl.load(out_ptrs, mask=there_o & (not is_first), other=0.0) * 8388608.0
+    if DV == 128:
+        total = gl.where(lse > float("-inf"), 8388608.0, 0.0)
+    else:
+        eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+        known = gl.convert_layout(lse, gl.SliceLayout(1, eights))[:, None]
+        total = gl.zeros([HALF, 8], gl.float32, eights)
+        total = gl.where(known > float("-inf"), 1048576.0, total)  # 2^CARRY / 8
 
     # The first block.
     stage, phase_k = i % STAGES, (i // STAGES) & 1
     q = q_smem.index(here * 2 + C)
     mbarrier.wait(q_full.index(here * 2 + C), phase)
     mbarrier.wait(k_full.index(stage), phase_k)
+    await_turn(C)
     s = warpgroup_mma(
         q, k_smem.index(stage).permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout),
         use_acc=False, is_async=True,
     )
+    pass_turn(C)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_empty.index(stage))
     if SOFTCAP:
         s = capped(s, scale, softcap)
-    s = masked(s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N)
-    s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP, DV > 64)
+    partly = j + BLOCK_N > gl.minimum(k_len, i0 + C * HALF + high + 1)
+    if WINDOW:
+        partly = partly | (j < i0 + C * HALF + HALF - 1 + low)
+    if partly:
+        s = masked(s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N, DV > 128)
+    s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
     p = gl.convert_layout(s.to(dtype), p_layout)
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     there = k_len - inside(j, k_len, BLOCK_N)  # rows of the block that belong to these keys
@@ -335,17 +376,17 @@ def attend(
             left = gl.minimum(i0 + C * HALF + HALF - 1 + low, end)
             acc, m, total, p, there, i, j = run(
                 True, acc, m, total, p, there, i, j, left, q, k_smem, v_smem, k_full, k_empty,
-                v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
+                v_full, v_clear, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
             )
         # Blocks that end here need no mask on the right.
         right = gl.minimum(k_len, i0 + C * HALF + high + 1) - BLOCK_N + 1
         acc, m, total, p, there, i, j = run(
             False, acc, m, total, p, there, i, j, right, q, k_smem, v_smem, k_full, k_empty,
-            v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
+            v_full, v_clear, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
         )
         acc, m, total, p, there, i, j = run(
             True, acc, m, total, p, there, i, j, end, q, k_smem, v_smem, k_full, k_empty,
-            v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
+            v_full, v_clear, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
         )
         k_len, low, high, j, end = n_len, n_low, n_high, n_begin, n_end
         tile += 1
@@ -354,12 +395,13 @@ def attend(
     mbarrier.wait(v_full.index(v_stage), v_phase)
     v = v_smem.index(v_stage)
     if GUARD:
-        if there < BLOCK_N:
-            clear_from(v, there)
+        clear_behind(C, (v,), there, v_clear, i - 1)
     acc = warpgroup_mma(p, v, acc)
     mbarrier.arrive(v_empty.index(v_stage))
 
     # Normalise; a row that saw no key is (0, −inf).
+    if DV != 128:
+        total = gl.convert_layout(gl.sum(total, 1), s_rows)
     seen = total > 0
     inverse = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), o_rows)[:, None]
     acc = gl.where(inverse > 0, acc * inverse, 0.0)
@@ -369,6 +411,7 @@ def attend(
     if (told(it, 7) & LAST) != 0:
         result_ptr = begin_of(it, result_ptr, r_batch, r_row, r_head)
         write(result_ptr, acc, q, C, told(it, 0), dv, r_row, EVEN)
+        fence_async_shared()  # bulk copies come next to where it was
     else:
         out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
         gl.store(out_ptrs, acc, mask=there_o)
@@ -397,7 +440,7 @@ def forward_kernel(
     item = gl.allocate_shared_memory(gl.int32, [ITEMS, 16], flat)
     item_full, item_empty = barriers(ITEMS, 1), barriers(ITEMS, 2)
     q_full = barriers(ITEMS * 2, 1)
-    k_full, v_full = barriers(STAGES, 1), barriers(STAGES, 1)
+    k_full, v_full, v_clear = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1)
     k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
 
     of_all = (
@@ -405,7 +448,7 @@ def forward_kernel(
     )
     given = (
         out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item,
-        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty,
+        item_full, item_empty, q_full, k_full, k_empty, v_full, v_clear, v_empty,
     )
     loads = (
         q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,

@@ -18,12 +18,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 __all__ = [
     "TensorDescriptor",
     "add_tile",
+    "await_turn",
     "fence_async_shared",
     "gl",
     "gluon",
     "load_numbers",
     "load_tile",
     "mbarrier",
+    "pass_turn",
     "thread_barrier",
     "wait_for_adds",
     "warpgroup_mma",
@@ -76,3 +78,27 @@ def add_tile(desc, batch, head, row, column, smem):
 def wait_for_adds():
     """Until what was added has been read out of shared memory."""
     tma.store_wait(0)
+
+
+@gluon.jit
+def _named_barrier(ASM: gl.constexpr):
+    """Gluon has no function for the barriers that have a number; Triton's own begin with 0."""
+    gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_turn(C: gl.constexpr):
+    """Until the other one of two groups of warps has passed the turn to group C."""
+    if C == 0:
+        _named_barrier("bar.sync 8, 256; mov.u32 $0, 0;")
+    else:
+        _named_barrier("bar.sync 9, 256; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr):
+    """Group C passes the turn to the other one."""
+    if C == 0:
+        _named_barrier("bar.arrive 9, 256; mov.u32 $0, 0;")
+    else:
+        _named_barrier("bar.arrive 8, 256; mov.u32 $0, 0;")

@@ -184,6 +184,18 @@ def clear_from(smem, row):
 
 
 @gluon.jit
+def clear_behind(C: gl.constexpr, parts, row, cleared, n):
+    """Before consumers read the n-th block: consumer 0 clears what lies behind this row."""
+    if C == 0:
+        if row < parts[0].shape[0]:
+            for i in gl.static_range(len(parts)):
+                clear_from(parts[i], row)
+        mbarrier.arrive(slot(cleared, n))
+    else:
+        in_slot(cleared, n)
+
+
+@gluon.jit
 def write(ptr, acc, smem, C: gl.constexpr, rows, dv, stride, EVEN: gl.constexpr):
     """Round and store; through shared memory, so that a warp writes whole rows."""
     ROWS: gl.constexpr = acc.shape[0]

@@ -8,6 +8,7 @@ see, as in `forward.py`; dK and dV come from the kernels that own keys.
     barrier     who arrives       what it says
     q_full[c]   bulk copies       consumer c's queries and dout are there
     full[s]     bulk copies       stage s holds a block of keys and of values
+    clear[s]    consumer 0        what lies behind the end of a short document is cleared
     empty[s]    both consumers    nobody reads stage s any more
 """
 
@@ -18,7 +19,7 @@ from .gluon import gl, gluon, load_tile, mbarrier, warpgroup_mma, warpgroup_mma_
 from .pieces import (
     ANY_NUMBER,
     barriers,
-    clear_from,
+    clear_behind,
     place,
     probabilities,
     put,
@@ -59,8 +60,8 @@ def consume(
 ):
     """dQ of 64 queries."""
     (
-        dq_ptr, lse_ptr, delta_ptr, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full, empty,
-        i0, rows, first_tile, last_tile, scale, softcap, d, dq_row,
+        dq_ptr, lse_ptr, delta_ptr, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full, clear,
+        empty, i0, rows, first_tile, last_tile, scale, softcap, d, dq_row,
     ) = given
     STAGES: gl.constexpr = k_smem.shape[0]
     dtype: gl.constexpr = q_smem.dtype
@@ -83,9 +84,7 @@ def consume(
             k, v = k_smem.index(stage), v_smem.index(stage)
             mbarrier.wait(full.index(stage), phase)
             if GUARD:
-                if k_len < BLOCK_N:  # what lies behind them may be anything
-                    clear_from(k, k_len)
-                    clear_from(v, k_len)
+                clear_behind(C, (k, v), k_len, clear, n)  # may be anything
             s = warpgroup_mma(
                 q, k.permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout),
                 use_acc=False, is_async=True,
@@ -125,7 +124,8 @@ def queries_kernel(
     do_smem = gl.allocate_shared_memory(dtype, [2, HALF, DV], do_layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_layout)
-    q_full, full, empty = barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2)
+    q_full, full = barriers(2, 1), barriers(STAGES, 1)
+    clear, empty = barriers(STAGES, 1), barriers(STAGES, 2)
 
     block, pair = place(gl.program_id(0), gl.num_programs(0) // count, count, section)
     entry = blocks_ptr + block * 12
@@ -137,8 +137,8 @@ def queries_kernel(
     delta_ptr += batch64 * e_batch + head.to(gl.int64) * e_head + row64
     dq_ptr += batch64 * dq_batch + head * dq_head + row64 * dq_row
     given = (
-        dq_ptr, lse_ptr, delta_ptr, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full, empty,
-        i0, rows, first_tile, last_tile, scale, softcap, d, dq_row,
+        dq_ptr, lse_ptr, delta_ptr, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full, clear,
+        empty, i0, rows, first_tile, last_tile, scale, softcap, d, dq_row,
     )
     loads = (
         q_desc, do_desc, k_desc, v_desc, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full,
