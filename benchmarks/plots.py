@@ -51,12 +51,14 @@ def beside(titles: Sequence[str]) -> go.Figure:
 
 def kernels(path: Path) -> None:
     """TFLOP/s on one device."""
-    files = ("compare_causal_d128", "compare_full_d128", "compare_causal_d64")
-    rows = [row for file in files for row in load(RESULTS / f"{file}_h200.json").rows]
+    files = ("causal_d128", "full_d128", "causal_d64", "full_512_d64", "causal_d256")
+    rows = [row for file in files for row in load(RESULTS / f"hopper_{file}_h200.json").rows]
     figure = beside(("forward", "backward"))
     for column, passes in enumerate((FORWARD, BACKWARD), 1):
         for name, colour in COLOURS.items():
             mine = [row for row in rows if (row.implementation, row.passes) == (name, passes)]
+            if not mine:
+                continue
             figure.add_bar(
                 x=[shape(row) for row in mine],
                 y=[row.tflops for row in mine],
