@@ -33,6 +33,7 @@ CASES = {
     "window": replace(ONE, batch=(2, 333, 500), options={"window_size": (150, 40)}),
     "causal_window": replace(ONE, options={"causal": True, "window_size": (200, 0)}),
     "one_key_more": replace(ONE, batch=(1, 200, 454), layout="contiguous", options=CAUSAL),
+    "one_key_more_at_once": replace(ONE, batch=(1, 200, 326), layout="contiguous", options=CAUSAL),
     "more_queries": replace(ONE, batch=(1, 500, 200), dtype="fp16", options=CAUSAL),
     "softcap": replace(ONE, batch=(1, 300, 300), options={"causal": True, "softcap": 2.0}),
     "documents": replace(
