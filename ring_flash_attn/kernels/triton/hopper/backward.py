@@ -54,6 +54,7 @@ from .pieces import (
     barriers,
     clear_behind,
     clear_from,
+    in_band,
     load_stats,
     of_document,
     place,
@@ -181,15 +182,9 @@ def masked(x, tiles_ptr, tile, i, at, j0, C: gl.constexpr, BLOCK_M: gl.constexpr
 
     The tile's numbers are read again: most blocks need no mask, and no registers for them.
     """
-    layout: gl.constexpr = x.type.layout
     q_row, q_len, low, high = scalars(tiles_ptr + tile * 8)
     at -= q_row
-    keys = j0 + C * HALF - at + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-    first = gl.maximum(keys + low, i - q_row - at)
-    last = gl.minimum(keys + high, q_len - 1 - at)
-    seen = (queries[None, :] >= first[:, None]) & (queries[None, :] <= last[:, None])
-    return gl.where(seen, x, 0.0)
+    return in_band(x, 0.0, j0 + C * HALF, low, high, i - q_row, q_len, at)
 
 
 @gluon.jit

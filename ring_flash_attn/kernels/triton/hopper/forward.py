@@ -50,6 +50,8 @@ from .pieces import (
     begin_of,
     capped,
     clear_behind,
+    in_band,
+    in_eights,
     next_item,
     place,
     scalars,
@@ -142,37 +144,9 @@ def masked(
     x, other, j, k_len, low, high, i0, C: gl.constexpr, BLOCK_N: gl.constexpr,
     EIGHTS: gl.constexpr = False,
 ):
-    """(queries, keys) of the block from j on; `other` where a row does not see the key.
-
-    Of groups of 8 keys a thread has two each. With EIGHTS keys are counted in such groups: then
-    registers differ in nothing but the group, which the compiler knows, and no register holds it.
-    """
-    layout: gl.constexpr = x.type.layout
+    """(queries, keys) of the block from j on; `other` where a row does not see the key."""
     at = inside(j, k_len, BLOCK_N)
-    if EIGHTS:
-        x = in_eights(x)
-        by_key: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-        by_group: gl.constexpr = gl.SliceLayout(2, x.type.layout)
-        rows = i0 + C * HALF - at + gl.arange(0, HALF, gl.SliceLayout(1, by_key))
-        within = gl.arange(0, 8, gl.SliceLayout(0, by_key))[None, :]
-        first = (gl.maximum(rows + low, j - at)[:, None] - within)[:, None, :]
-        last = (gl.minimum(rows + high, k_len - 1 - at)[:, None] - within)[:, None, :]
-        keys = 8 * gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, by_group))[None, :, None]
-    else:
-        rows = i0 + C * HALF - at + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-        first = gl.maximum(rows + low, j - at)[:, None]
-        last = gl.minimum(rows + high, k_len - 1 - at)[:, None]
-        keys = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
-    x = gl.where((keys >= first) & (keys <= last), x, other)
-    return gl.convert_layout(x.reshape([HALF, BLOCK_N]), layout)
-
-
-@gluon.jit
-def in_eights(x):
-    """(rows, groups, 8): a thread has two columns of each group of 8, and all groups."""
-    ROWS: gl.constexpr = x.shape[0]
-    GROUPS: gl.constexpr = x.shape[1] // 8
-    return x.reshape([ROWS, GROUPS, 8])
+    return in_band(x, other, i0 + C * HALF, low, high, j, k_len, at, EIGHTS)
 
 
 @gluon.jit

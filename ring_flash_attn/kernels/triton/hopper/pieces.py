@@ -184,6 +184,43 @@ def clear_from(smem, row):
 
 
 @gluon.jit
+def in_eights(x):
+    """(rows, groups, 8): a thread has two columns of each group of 8, and all groups."""
+    ROWS: gl.constexpr = x.shape[0]
+    GROUPS: gl.constexpr = x.shape[1] // 8
+    return x.reshape([ROWS, GROUPS, 8])
+
+
+@gluon.jit
+def in_band(x, other, row, low, high, begin, end, at, EIGHTS: gl.constexpr = False):
+    """x; `other` outside of columns begin … end, and outside of low … high from its row on.
+
+    Rows are counted from `row`, columns from `at`. With EIGHTS columns are counted in groups of 8:
+    then a thread's registers differ in nothing but the group, which the compiler knows, so that no
+    register holds it.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
+    if EIGHTS:
+        x = in_eights(x)
+        by_column: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+        by_group: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+        rows = row - at + gl.arange(0, ROWS, gl.SliceLayout(1, by_column))
+        within = gl.arange(0, 8, gl.SliceLayout(0, by_column))[None, :]
+        first = (gl.maximum(rows + low, begin - at)[:, None] - within)[:, None, :]
+        last = (gl.minimum(rows + high, end - 1 - at)[:, None] - within)[:, None, :]
+        columns = 8 * gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, by_group))[None, :, None]
+    else:
+        rows = row - at + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        first = gl.maximum(rows + low, begin - at)[:, None]
+        last = gl.minimum(rows + high, end - 1 - at)[:, None]
+        columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    x = gl.where((columns >= first) & (columns <= last), x, other)
+    return gl.convert_layout(x.reshape([ROWS, COLUMNS]), layout)
+
+
+@gluon.jit
 def clear_behind(C: gl.constexpr, parts, row, cleared, n):
     """Before consumers read the n-th block: consumer 0 clears what lies behind this row."""
     if C == 0:
