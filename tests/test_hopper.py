@@ -18,6 +18,9 @@ from ranks import Ranks
 from test_triton import DTYPES, Case, _errors, _poisoned_memory
 
 import ring_flash_attn as rfa
+from ring_flash_attn.kernels.base import Call, State, choose_kernel
+from ring_flash_attn.layout import Span
+from ring_flash_attn.tiles import Mask, Tile
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -197,6 +200,27 @@ def test_a_short_document_does_not_leak(pool: Ranks) -> None:
     """Blocks of it reach over its end."""
     for counts in pool.run(_with_nan_before, timeout=120):
         assert counts == [0] * 16
+
+
+def _one_row_alone(rank: int, world_size: int) -> float:
+    """Error of lse, where a piece of work has one row, and its keys end where a block does."""
+    q, k, v = (torch.randn(1, length, 1, 256).half() for length in (129, 300, 300))
+    queries, keys = (Span(0, length, 0, 1, 0, 0) for length in (129, 300))
+    tile = Tile(queries, keys, low=-128, high=63, first=True, last=True)
+    call = Call(q.device, q.dtype, 1, 1, 256, 256, 0.0625, Mask())
+    out, lse = torch.empty(1, 129, 1, 256).half(), torch.empty(1, 1, 129)
+    with _counted() as launches:
+        choose_kernel("triton", call).forward(q, k, v, (tile,), State(out, lse), call)
+    assert launches.called
+    scores = (q[0, :, 0].float() @ k[0, :, 0].float().T) * 0.0625
+    behind = torch.arange(300) > torch.arange(129)[:, None] + 63
+    expected = scores.masked_fill(behind, -torch.inf).logsumexp(-1)
+    return float((lse[0, 0] - expected).abs().max())
+
+
+def test_no_consumer_goes_beyond_the_last_block(pool: Ranks) -> None:
+    for error in pool.run(_one_row_alone, timeout=60):
+        assert error < 1e-4
 
 
 def _strided(rank: int, world_size: int) -> tuple[int, list[float]]:

@@ -354,6 +354,8 @@ def attend(
             )
         # Blocks that end here need no mask on the right.
         right = gl.minimum(k_len, i0 + C * HALF + high + 1) - BLOCK_N + 1
+        if BLOCK_N <= HALF:  # else there are always more keys
+            right = gl.minimum(right, end)
         acc, m, total, p, there, i, j = run(
             False, acc, m, total, p, there, i, j, right, q, k_smem, v_smem, k_full, k_empty,
             v_full, v_clear, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
