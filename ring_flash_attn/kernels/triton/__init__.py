@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from ...tiles import Tile
@@ -19,7 +18,7 @@ from .backward import delta_kernel, keys_kernel, queries_kernel, stats_kernel
 from .config import DTYPES, blocks_for, own_and_loop
 from .forward import forward_kernel
 from .hopper import host as hopper
-from .launcher import INTERPRETED, fit, launch, launch_plain
+from .launcher import INTERPRETED, fit, launch, launch_plain, power_of_2
 from .tables import table
 
 MAX_HEADDIM = 256
@@ -66,13 +65,13 @@ class TritonKernel:
         """(batch, nheads, seqlen_q): the sum of dout · out."""
         batch, length, nheads, dv = out.shape
         delta = torch.empty((batch, nheads, length), dtype=torch.float32, device=out.device)
-        count = triton.cdiv(length, _DELTA_ROWS)
+        count = -(-length // _DELTA_ROWS)
         strides = (*out.stride()[:3], *dout.stride())
         launch_plain(
             delta_kernel,
             count * batch * nheads,
             (out, dout, delta),
-            (length, nheads, dv, count, *strides, _DELTA_ROWS, triton.next_power_of_2(dv)),
+            (length, nheads, dv, count, *strides, _DELTA_ROWS, power_of_2(dv)),
         )
         return delta
 
@@ -164,7 +163,7 @@ def row_stats(saved: Saved, call: Call) -> Tensor:
     """(batch, nheads, seqlen_q, 2): what the backward kernels read of each row."""
     batch, nheads, length = saved.lse.shape
     stats = torch.empty((batch, nheads, length, 2), dtype=torch.float32, device=call.device)
-    count = triton.cdiv(length, _ROWS)
+    count = -(-length // _ROWS)
     tensors = (saved.lse, saved.delta, stats)
     strides = (*saved.lse.stride(), *saved.delta.stride())
     launch_plain(

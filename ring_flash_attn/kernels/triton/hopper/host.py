@@ -15,7 +15,15 @@ from torch import Tensor
 
 from ....tiles import Tile
 from ...base import Call, Grads, Saved, State
-from ..launcher import INTERPRETED, again, first, launch_plain, processors, section
+from ..launcher import (
+    INTERPRETED,
+    again,
+    first,
+    launch_plain,
+    power_of_2,
+    processors,
+    section,
+)
 from ..tables import Table, table
 from .stats import stats_kernel
 
@@ -112,7 +120,7 @@ def _unavailable(device: torch.device) -> tuple[str, ...]:
 
 def padded(d: int) -> int:
     """The width of a block in shared memory: blocks are as wide as a power of two."""
-    return max(32, triton.next_power_of_2(d))
+    return max(32, power_of_2(d))
 
 
 def forward(
@@ -272,10 +280,10 @@ def row_stats(saved: Saved) -> tuple[Tensor, Tensor]:
     begins at row n.
     """
     batch, nheads, length = saved.lse.shape
-    wide = triton.cdiv(length, _COPIES) * _COPIES
+    wide = -(-length // _COPIES) * _COPIES
     shape = (2, batch, nheads, _COPIES, wide)
     stats = torch.empty(shape, dtype=torch.float32, device=saved.lse.device)
-    count = triton.cdiv(length, _ROWS)
+    count = -(-length // _ROWS)
     strides = (*saved.lse.stride(), *saved.delta.stride())
     numbers = (length, wide, nheads, count, *strides, _COPIES, _ROWS)
     tensors = (saved.lse, saved.delta, stats[0], stats[1])
