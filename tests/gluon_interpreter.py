@@ -56,9 +56,6 @@ class Block(Tensor):
     def reshape(self, shape: Sequence[int]) -> Block:  # type: ignore[override]
         return _block(Tensor.reshape(self, shape))
 
-    def split(self) -> tuple[Block, Block]:  # type: ignore[override]
-        return self[..., 0], self[..., 1]
-
 
 def _block(x: Tensor) -> Block:
     return x.as_subclass(Block)
@@ -409,7 +406,6 @@ gl = SimpleNamespace(
     num_warps=lambda: 4,
     num_programs=lambda axis: Int(_program.programs),
     static_range=range,
-    static_assert=lambda said: None,
     cdiv=lambda a, b: -(-a // b),
     full=lambda shape, value, dtype, layout: _block(torch.full(shape, value, dtype=dtype)),
     zeros=lambda shape, dtype, layout: _block(torch.zeros(shape, dtype=dtype)),

@@ -111,22 +111,15 @@ def stats_of(smem, stage, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def slot(ring, n):
-    """Where the n-th of something is, in a ring of places or of their barriers."""
+    """The n-th barrier, of a ring of them."""
     return ring.index(n % ring.shape[0])
 
 
 @gluon.jit
 def in_slot(full, n):
-    """Wait until the n-th is there."""
+    """Wait until the n-th of something is there."""
     SLOTS: gl.constexpr = full.shape[0]
     mbarrier.wait(slot(full, n), (n // SLOTS) & 1)
-
-
-@gluon.jit
-def next_slot(empty, n):
-    """Wait until there is a place for the n-th."""
-    SLOTS: gl.constexpr = empty.shape[0]
-    mbarrier.wait(slot(empty, n), ((n // SLOTS) & 1) ^ 1)
 
 
 @gluon.jit
