@@ -48,8 +48,14 @@ CASES = [
     Case("queries", 64, 32, "fp16", {"GUARD": True, "FRESH": False}),
 ]
 # The backward pass of large heads needs all registers there are: blocks that need a mask have to
-# put some away, and those that need none have the branch in their loop all the same.
-STORES = {("backward", 128): 24, ("backward", 256): 24, ("queries", 256): 16}  # of both consumers
+# put some away, and those that need none have the branch in their loop all the same. Of both
+# consumers:
+STORES = {
+    ("backward", 64): 12,
+    ("backward", 128): 24,
+    ("backward", 256): 24,
+    ("queries", 256): 16,
+}  # of both consumers
 
 
 def _compile(case: Case) -> Code:
@@ -69,8 +75,10 @@ def _compile(case: Case) -> Code:
 
     elements = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
     d, dv = case.headdim, case.headdim_v or case.headdim
-    tables = {"forward": host._FORWARD, "backward": host._BACKWARD, "queries": host._QUERIES}
-    sizes = tables[case.kernel][max(64, d, dv)]
+    sizes = host.backward_sizes(d, dv, "SOFTCAP" in case.flags)
+    if case.kernel != "backward":
+        tables = {"forward": host._FORWARD, "queries": host._QUERIES}
+        sizes = tables[case.kernel][max(64, d, dv)]
     constants = {"D": d, "DV": dv, "STAGES": sizes.stages, "EVEN": True}
 
     def blocks(*shape: int, dtype: str = case.dtype) -> str:
@@ -84,7 +92,7 @@ def _compile(case: Case) -> Code:
         constants |= {"BLOCK_M": sizes.block, "DQ": True, **BACKWARD}
         types = {"q_desc": blocks(sizes.block, d), "do_desc": blocks(sizes.block, dv)}
         types |= {"k_desc": blocks(64, d), "v_desc": blocks(64, dv)}
-        types |= {"dq_desc": blocks(sizes.block, min(d // 2, 64), dtype="fp32")}
+        types |= {"dq_desc": blocks(*host.added(d, sizes.block), dtype="fp32")}
         types |= dict.fromkeys(("lse_desc", "delta_desc"), blocks(1, sizes.block, dtype="fp32"))
     else:
         types = {"q_desc": blocks(64, d), "do_desc": blocks(64, dv)}

@@ -4,8 +4,9 @@ One program owns 128 keys of one KV head, 64 for each of two consumers, and walk
 of queries that see them, of all query heads of its group: dK and dV stay in registers. Scores are
 computed the other way round, (keys, queries), so that p and ds are operands of dV and dK just as
 they are in registers. Only ds goes through shared memory, for dQ = ds' · k over the keys of both
-consumers, of which each computes half of the columns. A warp for each consumer has its half added
-to fp32 in memory by bulk copies, in no particular order.
+consumers, of which each computes half of the columns, or of the rows where a block has 128 queries
+(head dimension 64). A warp for each consumer has its half added to fp32 in memory by bulk copies, in
+no particular order.
 
     producer      loads q, lse, dout, delta of block n + 1, n + 2 …
     consumer      S = k·q'  dP = v·dout'  ·p·  dV += p·dout  ·ds·  dQ of block n - 1   dK += ds·q
@@ -138,7 +139,9 @@ def add(C: gl.constexpr, adds, BLOCK_M: gl.constexpr):
         dq_desc, tiles_ptr, dq_smem, dq_full, dq_empty, batch, head_k, group, j0, columns,
         first_tile, last_tile,
     ) = adds
-    column = C * dq_desc.block_type.shape[3]
+    BY_ROWS: gl.constexpr = dq_desc.block_type.shape[2] < BLOCK_M
+    row = C * HALF if BY_ROWS else 0
+    column = 0 if BY_ROWS else C * dq_desc.block_type.shape[3]
     n = 0
     for member in range(group):
         head = head_k * group + member
@@ -146,32 +149,36 @@ def add(C: gl.constexpr, adds, BLOCK_M: gl.constexpr):
             begin, _, _, end, last, _ = span_of(tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M)
             for i in range(begin, end, BLOCK_M):
                 mbarrier.wait(dq_full.index(C), n & 1)
-                add_tile(dq_desc, batch, head, gl.minimum(i, last), column, dq_smem.index(C))
+                add_tile(dq_desc, batch, head, gl.minimum(i, last) + row, column, dq_smem.index(C))
                 wait_for_adds()
                 mbarrier.arrive(dq_empty.index(C))
                 n += 1
 
 
 @gluon.jit
-def half_dq(C: gl.constexpr, ds_smem, k_smem, buffer, zero, BLOCK_M: gl.constexpr, D: gl.constexpr):
-    """Begin dQ = ds' · k over both consumers' keys, for this consumer's half of the columns."""
-    PART: gl.constexpr = D // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    dq = gl.zeros([BLOCK_M, PART], gl.float32, layout)
+def half_dq(C: gl.constexpr, ds_smem, k_smem, dq_smem, buffer, zero):
+    """Begin dQ = ds' · k over both consumers' keys, for this consumer's half of rows or columns."""
+    ROWS: gl.constexpr = dq_smem.shape[1]
+    COLUMNS: gl.constexpr = dq_smem.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for c in gl.static_range(2):
-        k = k_smem.index(c + zero)
-        dq = warpgroup_mma(
-            ds_smem.index(2 * buffer + c).permute((1, 0)), k.slice(C * PART, PART, dim=1), dq,
-            use_acc=c > 0, is_async=True,
-        )
+        ds, k = ds_smem.index(2 * buffer + c), k_smem.index(c + zero)
+        if ds_smem.shape[2] > ROWS:
+            ds = ds.slice(C * ROWS, ROWS, dim=1)
+        else:
+            k = k.slice(C * COLUMNS, COLUMNS, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=c > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def put_dq(C: gl.constexpr, dq, dq_smem, dq_empty, n, there, GUARD: gl.constexpr):
+def put_dq(
+    C: gl.constexpr, dq, dq_smem, dq_empty, n, there, GUARD: gl.constexpr, BLOCK_M: gl.constexpr
+):
     """Put dQ of block n − 1 where the adder finds it; a fence has to follow."""
     if GUARD:
-        dq = of_document(dq, there)
+        dq = of_document(dq, there - C * HALF if BLOCK_M > HALF else there)
     mbarrier.wait(dq_empty.index(C), gl.maximum(n, 1) & 1)
     dq_smem.index(C).store(dq)
 
@@ -184,7 +191,7 @@ def masked(x, tiles_ptr, tile, i, at, j0, C: gl.constexpr, BLOCK_M: gl.constexpr
     """
     q_row, q_len, low, high = scalars(tiles_ptr + tile * 8)
     at -= q_row
-    return in_band(x, 0.0, j0 + C * HALF, low, high, i - q_row, q_len, at)
+    return in_band(x, 0.0, j0 + C * HALF, low, high, i - q_row, q_len, at, BLOCK_M > HALF)
 
 
 @gluon.jit
@@ -228,23 +235,34 @@ def run(
             v, dout.permute((1, 0)), gl.zeros([HALF, BLOCK_M], gl.float32, s_layout), use_acc=False,
             is_async=True,
         )
-        lse = stats_of(lse_smem, stage, of_queries)
-        s, lse = warpgroup_mma_wait(1, deps=(s, lse))  # read before, not behind it
+        if BLOCK_M > HALF:
+            s = warpgroup_mma_wait(1, deps=(s,))
+            lse = stats_of(lse_smem, stage, of_queries)
+        else:
+            lse = stats_of(lse_smem, stage, of_queries)
+            s, lse = warpgroup_mma_wait(1, deps=(s, lse))  # read before, not behind it
         p, tanh = probabilities(s, lse[None, :], scale, softcap, SOFTCAP)
         if (i < edge) | (i >= whole):
             p = masked(p, tiles_ptr, tile, i, gl.minimum(i, last), j0, C, BLOCK_M)
-        rounded = gl.convert_layout(p.to(dtype), for_dv)
-        dv_pending = warpgroup_mma(rounded, dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp,))
-        delta = stats_of(delta_smem, stage, of_queries)
-        ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
+        if BLOCK_M > HALF:  # there are no registers for both of a large block's operands
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            delta = stats_of(delta_smem, stage, of_queries)
+            ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
+            rounded = gl.convert_layout(p.to(dtype), for_dv)
+            dv_pending = warpgroup_mma(rounded, dout, dv, is_async=True)
+        else:
+            rounded = gl.convert_layout(p.to(dtype), for_dv)
+            dv_pending = warpgroup_mma(rounded, dout, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            delta = stats_of(delta_smem, stage, of_queries)
+            ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
         if DQ:
             wait_for_block(empty, n - 1)
-            dq_pending = half_dq(C, ds_smem, k_smem, (n & 1) ^ 1, zero, BLOCK_M, D)
+            dq_pending = half_dq(C, ds_smem, k_smem, dq_smem, (n & 1) ^ 1, zero)
             dk_pending = warpgroup_mma(gl.convert_layout(ds, for_dk), q, dk, is_async=True)
             ds_smem.index(2 * (n & 1) + C).store(ds)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
-            put_dq(C, dq * scale, dq_smem, dq_empty, n, there, GUARD)
+            put_dq(C, dq * scale, dq_smem, dq_empty, n, there, GUARD, BLOCK_M)
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
             fence_async_shared()
             mbarrier.arrive(dq_full.index(C), pred=n > 0)
@@ -296,9 +314,9 @@ def consume(
             )
     if DQ:
         wait_for_block(empty, n - 1)
-        dq = half_dq(C, ds_smem, k_smem, (n & 1) ^ 1, 0, BLOCK_M, D)
+        dq = half_dq(C, ds_smem, k_smem, dq_smem, (n & 1) ^ 1, 0)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        put_dq(C, dq * scale, dq_smem, dq_empty, n, there, GUARD)
+        put_dq(C, dq * scale, dq_smem, dq_empty, n, there, GUARD, BLOCK_M)
         fence_async_shared()
         mbarrier.arrive(dq_full.index(C))
     put(dk_ptr, dk * scale, v_smem.index(C), C, columns, d, dk_row, FRESH, EVEN)
@@ -322,7 +340,9 @@ def backward_kernel(
     do_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, DV], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, DV], dtype)
-    dq_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D // 2], gl.float32)
+    ROWS: gl.constexpr = dq_desc.block_type.shape[2]
+    PART: gl.constexpr = dq_desc.block_type.shape[3]
+    dq_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], gl.float32)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, DV], do_layout)
     k_smem = gl.allocate_shared_memory(dtype, [2, HALF, D], k_layout)
@@ -330,7 +350,7 @@ def backward_kernel(
     lse_smem = stats_memory(lse_desc, STAGES)
     delta_smem = stats_memory(delta_desc, STAGES)
     ds_smem = gl.allocate_shared_memory(dtype, [BUFFERS, HALF, BLOCK_M], ds_layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, D // 2], dq_layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS, PART], dq_layout)
     kv_full = barriers(1, 1)
     q_full, do_full, clear = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1)
     empty = barriers(STAGES, 2)

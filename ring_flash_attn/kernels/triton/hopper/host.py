@@ -56,7 +56,7 @@ _FORWARD = {
     256: Sizes(64, 2),
 }
 _BACKWARD = {
-    64: Sizes(64, 3),  # here and below: tests alone come here, see `_NARROW`
+    64: Sizes(128, 2),  # here and below: tests alone come here, see `_NARROW`
     128: Sizes(64, 2),
     256: Sizes(64, 2),
 }
@@ -237,9 +237,9 @@ def _by_keys(
     from .backward_wide import backward_wide_kernel
 
     d, dv = padded(call.headdim), padded(call.headdim_v)
-    sizes = _BACKWARD[max(64, d, dv)]
+    sizes = backward_sizes(d, dv, call.softcap > 0)
     is_wide = d > 128
-    keys, columns = (_HALF, _PIECE) if is_wide else (2 * _HALF, d // 2)
+    keys = _HALF if is_wide else 2 * _HALF
     work = table(tiles, keys, sizes.block, True, q.device)
     lse, delta = stats
     rows = sizes.block
@@ -250,7 +250,7 @@ def _by_keys(
             (k, (_HALF, d)),
             (v, (_HALF, dv)),
             (dout, (rows, dv)),
-            (lse[:1, :1, :1, :4] if dq is None else dq, (rows, columns)),
+            (lse[:1, :1, :1, :4] if dq is None else dq, added(d, rows)),
             (lse, (1, rows)),
             (delta, (1, rows)),
         ),
@@ -271,6 +271,17 @@ def _by_keys(
             "DQ": dq is not None,
         },
     )
+
+
+def backward_sizes(d: int, dv: int, softcap: bool) -> Sizes:
+    """Of the kernels that own keys; with a softcap there are no registers for large blocks."""
+    width = max(64, d, dv)
+    return Sizes(64, 3) if softcap and width == 64 else _BACKWARD[width]
+
+
+def added(d: int, rows: int) -> tuple[int, int]:
+    """Rows and columns of dQ that are added to memory at a time, of a block of so many rows."""
+    return (_HALF, d) if rows > _HALF else (rows, min(d // 2, _PIECE))
 
 
 def row_stats(saved: Saved) -> tuple[Tensor, Tensor]:
