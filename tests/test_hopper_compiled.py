@@ -16,7 +16,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 SHARED = 227 * 1024
-FORWARD = {"WINDOW": False, "SOFTCAP": False, "SINK": False, "RESULT": True, "GUARD": False}
+FORWARD = {"WINDOW": False, "SOFTCAP": False, "SINK": False, "GUARD": False}
+FORWARD |= {"RESULT": True, "OWN": True}
+CARRIED = {"RESULT": False, "OWN": False}
 BACKWARD = {"SOFTCAP": False, "GUARD": False, "FRESH": True}
 
 
@@ -38,7 +40,8 @@ class Case:
 CASES = [
     *(Case("forward", d) for d in (32, 64, 128, 256)),
     Case("forward", 256, 128),
-    Case("forward", 128, dtype="fp16", flags={"WINDOW": True, "SINK": True, "RESULT": False}),
+    Case("forward", 128, dtype="fp16", flags={"WINDOW": True, "SINK": True, **CARRIED}),
+    Case("forward", 128, flags={"OWN": False}),
     Case("forward", 64, flags={"SOFTCAP": True, "GUARD": True}),
     *(Case("backward", d) for d in (32, 64, 128, 256)),
     Case("backward", 256, 128),

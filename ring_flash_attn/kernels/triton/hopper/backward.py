@@ -5,8 +5,8 @@ of queries that see them, of all query heads of its group: dK and dV stay in reg
 computed the other way round, (keys, queries), so that p and ds are operands of dV and dK just as
 they are in registers. Only ds goes through shared memory, for dQ = ds' · k over the keys of both
 consumers, of which each computes half of the columns, or of the rows where a block has 128 queries
-(head dimension 64). A warp for each consumer has its half added to fp32 in memory by bulk copies, in
-no particular order.
+(head dimension 64). A warp for each consumer has its half added to fp32 in memory by bulk copies,
+in no particular order.
 
     producer      loads q, lse, dout, delta of block n + 1, n + 2 …
     consumer      S = k·q'  dP = v·dout'  ·p·  dV += p·dout  ·ds·  dQ of block n - 1   dK += ds·q

@@ -14,7 +14,7 @@ There is a program for each multiprocessor, which does one piece of work after t
 producer takes the next one from a counter in memory, tells the consumers, and loads it while they
 are still busy with the one before. So nobody waits for a program to start, the longest pieces come
 first, and of one that starts late, because something else runs on its multiprocessor, the others do
-all but its first piece.
+all; where nothing else is to be expected (OWN) all but its first piece, which it need not ask for.
 
     barrier         who arrives       what it says
     item_full[b]    the producer      buffer b says which piece of work is next
@@ -50,6 +50,7 @@ from .pieces import (
     begin_of,
     capped,
     clear_behind,
+    first_item,
     in_band,
     in_eights,
     next_item,
@@ -92,7 +93,7 @@ def inside(j, k_len, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def produce(loads, BLOCK_N: gl.constexpr):
+def produce(loads, BLOCK_N: gl.constexpr, OWN: gl.constexpr):
     """Find pieces of work; load their queries, then blocks of keys and values."""
     (
         q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
@@ -101,7 +102,7 @@ def produce(loads, BLOCK_N: gl.constexpr):
     ) = loads
     STAGES: gl.constexpr = k_smem.shape[0]
     ITEMS: gl.constexpr = item.shape[0]
-    i, n, number = 0, 0, gl.program_id(0)
+    i, n, number = 0, 0, first_item(counter_ptr, items, OWN)
     while number < items:
         block, pair = place(number, items // count, count, section)
         row, rows, i0, tile = scalars(blocks_ptr + block * 12)
@@ -116,7 +117,7 @@ def produce(loads, BLOCK_N: gl.constexpr):
             (rows, row, batch, head, i0, tile, last_tile, flags, k_len, low, high, begin, end),
         )
         mbarrier.arrive(item_full.index(here))
-        number = next_item(counter_ptr, items)
+        number = next_item(counter_ptr, items, OWN)
         for c in gl.static_range(2):
             q = here * 2 + c
             load_tile(q_desc, batch, head, row + c * HALF, q_full.index(q), q_smem.index(q))
@@ -402,7 +403,7 @@ def forward_kernel(
     l_row, r_batch, r_row, r_head,
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     ITEMS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr,
-    RESULT: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr,
+    RESULT: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, OWN: gl.constexpr,
 ):
     """Output and lse of blocks of queries, one after the other: all tiles of their span."""
     dtype: gl.constexpr = q_desc.dtype
@@ -435,7 +436,7 @@ def forward_kernel(
         [
             (consume, (0, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
             (consume, (1, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-            (produce, (loads, BLOCK_N)),
+            (produce, (loads, BLOCK_N, OWN)),
         ],
         [4, 4], [240, 24],
     )

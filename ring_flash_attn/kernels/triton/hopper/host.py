@@ -130,7 +130,8 @@ def forward(
     from .forward import forward_kernel
 
     out, result = state.out, state.out if state.result is None else state.result
-    if out.dtype is not torch.float32:  # nothing is carried: it is not touched
+    alone = out.dtype is not torch.float32  # nothing is carried: out is not touched
+    if alone:
         out = state.lse.as_strided((1, 1, 1, 1), (0, 0, 0, 0))
     d, dv = padded(call.headdim), padded(call.headdim_v)
     sizes = _FORWARD[max(64, d, dv)]
@@ -155,6 +156,7 @@ def forward(
             "RESULT": result is not out,
             "GUARD": work.short,
             "EVEN": dv == call.headdim_v,
+            "OWN": alone,  # else there are transfers, which may run on some multiprocessors
         },
         counter(q.device),
     )

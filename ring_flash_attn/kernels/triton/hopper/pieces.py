@@ -23,15 +23,26 @@ def place(number, pairs, count, section):
 
 
 @gluon.jit
-def next_item(counter_ptr, items):
+def next_item(counter_ptr, items, OWN: gl.constexpr):
     """The number of the next piece of work, beyond the last one if there is none.
 
-    Programs begin with the one of their own number. The counter is 0 again when all are done.
+    With OWN programs begin with the one of their own number. The counter is 0 again when all are
+    done.
     """
     taken = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    if taken == items - 1:
+    given = gl.num_programs(0) if OWN else 0
+    if taken == items + gl.num_programs(0) - given - 1:
         gl.store(counter_ptr, 0)
-    return gl.num_programs(0) + taken
+    return given + taken
+
+
+@gluon.jit
+def first_item(counter_ptr, items, OWN: gl.constexpr):
+    """The number of a program's first piece of work."""
+    if OWN:
+        return gl.program_id(0)
+    else:
+        return next_item(counter_ptr, items, OWN)
 
 
 @gluon.jit
