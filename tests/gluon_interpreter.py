@@ -209,6 +209,11 @@ def pass_turn(group: int) -> None:
         _program.changed.notify_all()
 
 
+def vote_above(x: torch.Tensor, limit: float) -> bool:
+    """Of all warps of a group, whose numbers it has together."""
+    return not bool((x <= limit).all())
+
+
 def await_turn(group: int) -> None:
     with _program.changed:
         passed = _program.changed.wait_for(
@@ -482,6 +487,8 @@ def install() -> None:
         thread_barrier=_nothing,
         await_turn=await_turn,
         pass_turn=pass_turn,
+        declare_vote=_nothing,
+        vote_above=vote_above,
         warpgroup_mma=warpgroup_mma,
         warpgroup_mma_wait=warpgroup_mma_wait,
         TensorDescriptor=Descriptor,
@@ -490,4 +497,3 @@ def install() -> None:
     from ring_flash_attn.kernels.triton.hopper import host
 
     host._unavailable = lambda device: ()
-    host._NARROW = 0

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import maxima
 import pytest
 import torch
 from ranks import Ranks
@@ -221,6 +222,60 @@ def _one_row_alone(rank: int, world_size: int) -> float:
 def test_no_consumer_goes_beyond_the_last_block(pool: Ranks) -> None:
     for error in pool.run(_one_row_alone, timeout=60):
         assert error < 1e-4
+
+
+def _maxima(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
+    """Errors of each kind, on rank 1 without a mask."""
+    with _counted() as launches:
+        found = {
+            kind: maxima.errors(kind, 600, 64, torch.float16, "cpu", rank == 0)
+            for kind in maxima.KINDS
+        }
+    assert launches.call_count == len(maxima.KINDS)
+    return found
+
+
+def test_a_maximum_may_come_anywhere(pool: Ranks) -> None:
+    """Most blocks are computed with an earlier one, as long as that is right."""
+    for found in pool.run(_maxima, timeout=120):
+        for kind, (error, lse_error) in found.items():
+            assert error < 3e-3, (kind, error)
+            assert lse_error < 1e-5, (kind, lse_error)
+
+
+def _no_maximum_yet(rank: int, world_size: int) -> float:
+    """Error of lse where half of the rows see nothing in the first of two places."""
+    q, k, v = (x[:, :300, :1] for x in maxima.inputs("low", 400, 64, torch.float16, "cpu"))
+    q = q[:, :128]
+    queries = Span(0, 128, 0, 1, 0, 0)
+    tiles = (
+        Tile(queries, Span(0, 44, 0, 1, 0, 0), low=-128, high=-64, first=True, last=True),
+        Tile(queries, Span(44, 256, 0, 1, 0, 0), low=-128, high=300, first=True, last=True),
+    )
+    call = Call(q.device, q.dtype, 1, 1, 64, 64, 0.125, Mask())
+    out, lse = torch.empty(1, 128, 1, 64).half(), torch.empty(1, 1, 128)
+    with _counted() as launches:
+        choose_kernel("triton", call).forward(q, k, v, tiles, State(out, lse), call)
+    assert launches.call_count == 1
+    scores = (q[0, :, 0].float() @ k[0, :, 0].float().T) * 0.125
+    unseen = (torch.arange(300) < 44) & (torch.arange(300) > torch.arange(128)[:, None] - 64)
+    expected = scores.masked_fill(unseen, -torch.inf).logsumexp(-1)
+    return float((lse[0, 0] - expected).abs().max())
+
+
+def test_rows_without_a_maximum(pool: Ranks) -> None:
+    for error in pool.run(_no_maximum_yet, timeout=60):
+        assert error < 1e-3
+
+
+def _nan(rank: int, world_size: int) -> tuple[int, int, int]:
+    with _counted():
+        return maxima.nans(300, 64, "cpu")
+
+
+def test_nan_is_not_hidden(pool: Ranks) -> None:
+    for found in pool.run(_nan, timeout=60):
+        assert found == (0, 150, 0)
 
 
 def _strided(rank: int, world_size: int) -> tuple[int, list[float]]:

@@ -143,3 +143,7 @@ def test_compiled(compiled: dict[str, Future[Code]], case: Case) -> None:
     assert code.counts["UTMALDG"] > 0
     adds = case.kernel == "backward" and case.flags.get("DQ", True)
     assert (code.counts["UTMAREDG"] > 0) == adds
+    votes = [loop[loop.index("VOTE") :] for loop in code.loops if "VOTE" in loop]
+    assert len(votes) == (2 if case.kernel == "forward" else 0), "one of each consumer"
+    for behind in votes:  # where warps of a group go different ways
+        assert not {"BAR", "LDS", "STS", "STSM"} & set(behind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from unittest import mock
 
+import maxima
 import pytest
 import torch
 
@@ -124,6 +125,16 @@ def test_repeats(headdim: int) -> None:
         assert torch.equal(out, ordered[0])
         for a, b in ((dq, ordered[1]), (dk, ordered[2]), (dv, ordered[3])):
             assert float((a - b).abs().max() / b.abs().max()) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_a_maximum_may_come_anywhere(headdim: int, dtype: torch.dtype) -> None:
+    for kind, causal in itertools.product(maxima.KINDS, (False, True)):
+        error, lse_error = maxima.errors(kind, 1000, headdim, dtype, "cuda", causal)
+        assert error < TOLERANCE[dtype], (kind, causal)
+        assert lse_error < 1e-5, (kind, causal)
+    assert maxima.nans(700, headdim, "cuda") == (0, 350, 0)
 
 
 def test_views_are_read_where_they_are() -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import maxima
 import pytest
 import torch
 from merging import fused_and_plain
@@ -184,6 +185,15 @@ def errors(pool: Ranks) -> dict[str, dict[str, float]]:
 def test_interpreted(errors: dict[str, dict[str, float]], name: str) -> None:
     _, tolerance = DTYPES[CASES[name].dtype]
     assert all(error < tolerance for error in errors[name].values()), errors[name]
+
+
+def _nan(rank: int, world_size: int) -> tuple[int, int, int]:
+    return maxima.nans(300, 64, "cpu")
+
+
+def test_nan_is_not_hidden(pool: Ranks) -> None:
+    for found in pool.run(_nan, timeout=60):
+        assert found == (0, 150, 0)
 
 
 def _merge(rank: int, world_size: int) -> None:

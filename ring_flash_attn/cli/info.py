@@ -67,8 +67,7 @@ def triton_kernels(call: Call) -> str:
 
     reasons = host.why_not(call)
     if not reasons:
-        narrow = "" if host.can_backward(call) else ", and a portable one for the backward pass"
-        return f"kernels for Hopper{narrow}"
+        return "kernels for Hopper"
     return f"portable kernels, not those for Hopper ({'; '.join(reasons)})"
 
 

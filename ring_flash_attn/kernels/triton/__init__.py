@@ -87,7 +87,7 @@ class TritonKernel:
         call: Call,
     ) -> None:
         """Add the gradients that `tiles` contribute to `grads`, in two launches."""
-        if hopper.can_backward(call):
+        if hopper.can(call):
             ordered = call.deterministic or torch.are_deterministic_algorithms_enabled()
             run = hopper.ordered_backward if ordered else hopper.backward
             return run(dout, q, k, v, tiles, saved, grads, call)

@@ -208,13 +208,13 @@ def forward_kernel(
         tile += 1
 
     # Normalise; a row that saw no key is (0, −inf).
-    l_safe = tl.where(total > 0, total, 1.0)
+    l_safe = tl.where(total != 0, total, 1.0)  # NaN stays
     if DROPOUT:
         acc = acc * (keep_scale / l_safe)[:, None]
     else:
         acc = acc / l_safe[:, None]
     tl.debug_barrier()  # several warps may have read the lse that one of them writes
-    tl.store(lse_ptrs, tl.where(total > 0, (m + tl.log2(l_safe)) * LN2, float("-inf")), mask=valid)
+    tl.store(lse_ptrs, tl.where(total != 0, (m + tl.log2(l_safe)) * LN2, float("-inf")), mask=valid)
     if RESULT and (flags & 2) != 0:
         result_ptrs = result_ptr + batch.to(tl.int64) * r_batch + head * r_head
         result_ptrs += here[:, None] * r_row + depth_v[None, :]

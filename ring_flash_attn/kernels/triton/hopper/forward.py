@@ -10,6 +10,11 @@ block, S = q · k', and of this one, p · v, to the tensor cores before it compu
 while it does that, the other one multiplies. They take turns at it: products of both at once would
 all come late.
 
+Most blocks need no new maximum: powers above the one that the row has are right as long as none
+is too large, which their sums tell. So a consumer's warp looks for a maximum in the first block, in
+those with a mask, and in others only when a sum is above LIMIT; else neither the output nor the sum
+so far is scaled, and powers need not wait.
+
 There is a program for each multiprocessor, which does one piece of work after the other: the
 producer takes the next one from a counter in memory, tells the consumers, and loads it while they
 are still busy with the one before. So nobody waits for a program to start, the longest pieces come
@@ -33,12 +38,14 @@ consumer's thread needs 64 for the output, 64 for scores and 32 for rounded prob
 
 from .gluon import (
     await_turn,
+    declare_vote,
     fence_async_shared,
     gl,
     gluon,
     load_tile,
     mbarrier,
     pass_turn,
+    vote_above,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -63,6 +70,7 @@ from .pieces import (
 
 CARRY = gl.constexpr(23.0)  # see `../forward.py`
 HALF = gl.constexpr(64)  # queries of a consumer
+LIMIT = gl.constexpr(1024.0)  # of sums of powers above a maximum that is not new; fp16 has 65504
 
 
 @gluon.jit
@@ -151,25 +159,22 @@ def masked(
 
 
 @gluon.jit
-def softmax(s, m, total, scale, softcap, SOFTCAP: gl.constexpr):
-    """p = 2^(s − m) for the new maximum m; m; the sum of p; what earlier sums are scaled by.
+def eight_sums(p, like):
+    """Eight sums of each row, for which threads need not exchange theirs."""
+    sums: gl.constexpr = like.type.layout
+    return gl.convert_layout(gl.sum(in_eights(p), 1), sums)
 
-    A row has one sum, or eight: then threads need not exchange theirs before the end. Eight are
-    faster with head dimensions 64 and 256 and slower with 128, where they move the maximum of a
-    thread's second row behind the powers of its first.
-    """
+
+@gluon.jit
+def softmax(s, m, total, scale, softcap, SOFTCAP: gl.constexpr):
+    """p = 2^(s − m) for the new maximum m; m; the sums of p; what earlier sums are scaled by."""
     factor = (softcap if SOFTCAP else scale) * LOG2E  # with a softcap s is a tanh
     m_new = gl.maximum(m, gl.max(s, 1) * factor)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * factor - m_safe[:, None])
     rescale = gl.exp2(m - m_safe)
-    sums: gl.constexpr = total.type.layout
-    if len(total.shape) == 1:
-        total = total * rescale + gl.sum(p, 1)
-    else:
-        total *= gl.convert_layout(rescale, gl.SliceLayout(1, sums))[:, None]
-        total += gl.convert_layout(gl.sum(in_eights(p), 1), sums)
-    return p, m_new, total, rescale
+    total *= gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
+    return p, m_new, total + eight_sums(p, total), rescale
 
 
 @gluon.jit
@@ -214,11 +219,24 @@ def run(
             s = masked(
                 s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N, acc.shape[1] > 128
             )
-        s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
-        p = gl.convert_layout(s.to(dtype), p_layout)
-        acc, p = warpgroup_mma_wait(0, deps=(pending, p))
-        mbarrier.arrive(v_empty.index(v_stage))
-        acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+            s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
+            p = gl.convert_layout(s.to(dtype), p_layout)
+            acc, p = warpgroup_mma_wait(0, deps=(pending, p))
+            mbarrier.arrive(v_empty.index(v_stage))
+            acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+        else:
+            powers = gl.exp2(s * ((softcap if SOFTCAP else scale) * LOG2E) - m[:, None])
+            p = gl.convert_layout(powers.to(dtype), p_layout)
+            sums = eight_sums(powers, total)
+            above = vote_above(sums, LIMIT)  # as are those of rows that have no maximum yet
+            acc, p = warpgroup_mma_wait(0, deps=(pending, p))
+            mbarrier.arrive(v_empty.index(v_stage))
+            if above:
+                s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
+                p = gl.convert_layout(s.to(dtype), p_layout)
+                acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+            else:
+                total += sums
         if GUARD:  # scaled here, and not behind the branch above, where products are under way
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         there = k_len - inside(j, k_len, BLOCK_N)
@@ -309,13 +327,10 @@ def attend(
     if not is_first:
         acc = gl.load(out_ptrs, mask=there_o, other=0.0) * 8388608.0  # 2^CARRY
     m = lse * LOG2E - CARRY
-    if DV == 128:
-        total = gl.where(lse > float("-inf"), 8388608.0, 0.0)
-    else:
-        eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-        known = gl.convert_layout(lse, gl.SliceLayout(1, eights))[:, None]
-        total = gl.zeros([HALF, 8], gl.float32, eights)
-        total = gl.where(known > float("-inf"), 1048576.0, total)  # 2^CARRY / 8
+    eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    known = gl.convert_layout(lse, gl.SliceLayout(1, eights))[:, None]
+    total = gl.zeros([HALF, 8], gl.float32, eights)
+    total = gl.where(known > float("-inf"), 1048576.0, total)  # 2^CARRY / 8
 
     # The first block.
     stage, phase_k = i % STAGES, (i // STAGES) & 1
@@ -377,11 +392,10 @@ def attend(
     mbarrier.arrive(v_empty.index(v_stage))
 
     # Normalise; a row that saw no key is (0, −inf).
-    if DV != 128:
-        total = gl.convert_layout(gl.sum(total, 1), s_rows)
-    seen = total > 0
+    total = gl.convert_layout(gl.sum(total, 1), s_rows)
+    seen = total != 0  # NaN is
     inverse = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), o_rows)[:, None]
-    acc = gl.where(inverse > 0, acc * inverse, 0.0)
+    acc = gl.where(inverse != 0, acc * inverse, 0.0)
     lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
     lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
     gl.store(lse_ptrs, lse, mask=there_s)
@@ -420,6 +434,7 @@ def forward_kernel(
     k_full, v_full, v_clear = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1)
     k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
 
+    declare_vote()
     of_all = (
         scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
     )

@@ -19,6 +19,7 @@ __all__ = [
     "TensorDescriptor",
     "add_tile",
     "await_turn",
+    "declare_vote",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -27,6 +28,7 @@ __all__ = [
     "mbarrier",
     "pass_turn",
     "thread_barrier",
+    "vote_above",
     "wait_for_adds",
     "warpgroup_mma",
     "warpgroup_mma_wait",
@@ -102,3 +104,36 @@ def pass_turn(C: gl.constexpr):
         _named_barrier("bar.arrive 9, 256; mov.u32 $0, 0;")
     else:
         _named_barrier("bar.arrive 8, 256; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def declare_vote():
+    """Where a kernel that uses `vote_above` begins: the register that it needs."""
+    gl.inline_asm_elementwise(
+        ".reg .pred rfa_vote; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def vote_above(x, limit):
+    """Whether any number of x in this warp is above the limit, or NaN; x has four in each thread.
+
+    Gluon has nothing that turns numbers of threads into one of their warp: here a register takes it
+    from an operation on x to one that is not on any.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred a, b, c, d;
+        setp.gtu.f32 a, $4, $8;
+        setp.gtu.or.f32 b, $5, $9, a;
+        setp.gtu.or.f32 c, $6, $10, b;
+        setp.gtu.or.f32 d, $7, $11, c;
+        vote.sync.any.pred rfa_vote, d, 0xffffffff;
+        mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
+        }""",
+        "=r,=r,=r,=r,f,f,f,f,f,f,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=4,
+    )
+    found = gl.inline_asm_elementwise(
+        "selp.u32 $0, 1, 0, rfa_vote;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return found != 0

@@ -30,7 +30,6 @@ from .stats import stats_kernel
 VARIABLE, MARGIN = "RFA_HOPPER", "RFA_SM_MARGIN"
 _MAX_HEADDIM = 256
 _HALF = 64  # rows of a consumer
-_NARROW = 64  # head dimension up to which the portable backward is faster
 _PIECE = 64  # columns of dQ that are added at once, where heads are wide
 _COPIES = 4  # of what is known of rows
 _COUNTERS = 1024  # launches that may be under way together
@@ -56,7 +55,7 @@ _FORWARD = {
     256: Sizes(64, 2),
 }
 _BACKWARD = {
-    64: Sizes(128, 2),  # here and below: tests alone come here, see `_NARROW`
+    64: Sizes(128, 2),
     128: Sizes(64, 2),
     256: Sizes(64, 2),
 }
@@ -70,14 +69,6 @@ _QUERIES = {
 def can(call: Call) -> bool:
     """Whether these kernels do a call."""
     return not why_not(call)
-
-
-def can_backward(call: Call) -> bool:
-    """Whether these kernels do a call's backward pass: narrow heads' is left to the portable ones.
-
-    Those are faster there, by some 9 %.
-    """
-    return max(padded(call.headdim), padded(call.headdim_v)) > _NARROW and can(call)
 
 
 def why_not(call: Call) -> list[str]:
@@ -388,14 +379,20 @@ def counter(device: torch.device) -> Tensor:
     time, its own.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        spare = _spare.get(device)
+        return spare.pop() if spare else torch.zeros(1, dtype=torch.int32, device=device)
     return next(_counters(device))
 
 
 @cache
 def _counters(device: torch.device) -> Iterator[Tensor]:
-    zeros = torch.zeros(_COUNTERS, 4, dtype=torch.int32).to(device)  # 16 bytes apart
-    return cycle(zeros[:, :1].unbind())
+    zeros = torch.zeros(2 * _COUNTERS, 4, dtype=torch.int32).to(device)  # 16 bytes apart
+    made = zeros[:, :1].unbind()
+    _spare[device] = list(made[_COUNTERS:])
+    return cycle(made[:_COUNTERS])
+
+
+_spare: dict[torch.device, list[Tensor]] = {}  # for graphs that are to be captured
 
 
 def fit(x: Tensor) -> Tensor:
