@@ -332,6 +332,22 @@ def test_nothing_is_added_in_memory_where_the_order_counts(pool: Ranks) -> None:
     assert plain == [[None, True]] * 2
 
 
+def _launches_of_wide_heads(rank: int, world_size: int) -> list[bool | None]:
+    """The same of heads with values of 256, or on rank 1 of 128."""
+    widths = (256, 256, 256 if rank == 0 else 128)
+    leaves = [torch.randn(1, 100, 2, width).half().requires_grad_() for width in widths]
+    with _counted() as launches:
+        out = rfa.triton_flash_attn_func(*leaves, causal=True)
+        torch.autograd.grad(out.sum(), leaves)
+    return [call.args[7].get("DQ") for call in launches.call_args_list]
+
+
+def test_nothing_is_added_in_memory_where_that_is_slower(pool: Ranks) -> None:
+    wide, less = pool.run(_launches_of_wide_heads, timeout=60)
+    assert wide == [None, False, None]
+    assert less == [None, True]
+
+
 def _waits_for_nobody(rank: int, world_size: int) -> str:
     import gluon_interpreter as gi
 

@@ -88,8 +88,7 @@ class TritonKernel:
     ) -> None:
         """Add the gradients that `tiles` contribute to `grads`, in two launches."""
         if hopper.can(call):
-            ordered = call.deterministic or torch.are_deterministic_algorithms_enabled()
-            run = hopper.ordered_backward if ordered else hopper.backward
+            run = hopper.ordered_backward if hopper.in_order(call) else hopper.backward
             return run(dout, q, k, v, tiles, saved, grads, call)
         inputs = fit(q), fit(k), fit(v), fit(dout)
         stats = row_stats(saved, call)
