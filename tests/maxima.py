@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import ring_flash_attn as rfa
@@ -30,17 +32,42 @@ def inputs(
 
 
 def errors(
-    kind: str, length: int, headdim: int, dtype: torch.dtype, device: str, causal: bool
+    kind: str,
+    length: int,
+    headdim: int,
+    dtype: torch.dtype,
+    device: str,
+    causal: bool,
+    softcap: float = 0.0,
 ) -> tuple[float, float]:
     """Of the output, relative to its largest entry, and of lse, to its size."""
-    q, k, v = inputs(kind, length, headdim, dtype, device)
-    out, lse, _ = rfa.triton_flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
-    bounds = [0, length]
-    want, want_lse = oracle(
-        *(x[0].double() for x in (q, k, v)), Rules(causal=causal), bounds, bounds
+    given = inputs(kind, length, headdim, dtype, device)
+    options = {"causal": causal, "softcap": softcap}
+    out, lse, _ = rfa.triton_flash_attn_func(*given, **options, return_attn_probs=True)
+    return _errors(out, lse, given, Rules(**options))
+
+
+def errors_in_a_ring(kind: str, device: str) -> tuple[float, float]:
+    """The same on two ranks, where the second step goes on from the first."""
+    given = inputs(kind, 640, 64, torch.float16, device)
+    out, lse = _ring(given, causal=True)
+    return _errors(out, lse, given, Rules(causal=True))
+
+
+def _ring(given: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    options |= {"layout": "contiguous", "route": "ring", "kernel": "triton"}
+    out, lse, _ = rfa.virtual_ring_attention(
+        *given, world_size=2, return_attn_probs=True, sources_per_launch=1, **options
     )
-    lse_error = (lse[0] - want_lse).abs() / (1 + want_lse.abs())
-    return float((out[0] - want).abs().max() / want.abs().max()), float(lse_error.max())
+    return out, lse
+
+
+def _errors(
+    out: torch.Tensor, lse: torch.Tensor, given: list[torch.Tensor], rules: Rules
+) -> tuple[float, float]:
+    want, want_lse = oracle(*(x.double() for x in given), rules)
+    lse_error = (lse - want_lse).abs() / (1 + want_lse.abs())
+    return float((out - want).abs().max() / want.abs().max()), float(lse_error.max())
 
 
 def nans(length: int, headdim: int, device: str) -> tuple[int, int, int]:
@@ -52,3 +79,11 @@ def nans(length: int, headdim: int, device: str) -> tuple[int, int, int]:
     rows = out[0].isnan().all(-1)
     assert torch.equal(rows.T, lse[0].isnan())
     return int(rows[:at, 0].sum()), int(rows[at:, 0].sum()), int(rows[:, 1].sum())
+
+
+def nans_in_a_ring(device: str) -> tuple[int, int]:
+    """Rows of out and of lse, of one head, that are NaN on two ranks where 51 see such a key."""
+    q, k, v = inputs("rising", 300, 64, torch.float16, device)
+    k[0, 220, 0] = torch.nan  # those on rank 1: they see no key of rank 0, which comes later
+    out, lse = _ring([q, k, v], causal=True, window_size=(50, 0))
+    return int(out[0, :, 0].isnan().all(-1).sum()), int(lse[0, 0].isnan().sum())

@@ -47,6 +47,7 @@ CASES = [
     Case("backward", 256, flags={"DQ": False}),
     Case("backward", 256, 128),
     Case("backward", 128, 64, "fp16", {"FRESH": False}),
+    Case("backward", 64, flags={"GUARD": True}),
     Case("backward", 64, flags={"SOFTCAP": True, "GUARD": True, "DQ": False}),
     *(Case("queries", d) for d in (64, 128, 256)),
     Case("queries", 64, 32, "fp16", {"GUARD": True, "FRESH": False}),
@@ -59,7 +60,7 @@ STORES = {
     ("backward", 128): 24,
     ("backward", 256): 24,
     ("queries", 256): 16,
-}  # of both consumers
+}
 
 
 def _compile(case: Case) -> Code:

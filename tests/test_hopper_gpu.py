@@ -106,15 +106,16 @@ def test_streams_and_graphs_do_not_share_work() -> None:
                 out.zero_()
 
 
-@pytest.mark.parametrize("headdim", [64, 128, 256])
-def test_repeats(headdim: int) -> None:
+@pytest.mark.parametrize(("headdim", "headdim_v"), [(64, 64), (128, 128), (256, 128)])
+def test_repeats(headdim: int, headdim_v: int) -> None:
     """Forward and ordered backward to the bit; dQ that is added as it comes to some roundings."""
-    inputs = _inputs(headdim, torch.bfloat16, 1, 777)
-    leaves = [x.requires_grad_() for x in inputs[:3]]
+    q, k, v, dout = _inputs(headdim, torch.bfloat16, 1, 777)
+    leaves = [x.requires_grad_() for x in (q, k, v[..., :headdim_v])]
+    dout = dout[..., :headdim_v]
 
     def results(deterministic: bool) -> list[torch.Tensor]:
         out = rfa.triton_flash_attn_func(*leaves, causal=True, deterministic=deterministic)
-        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     ordered = results(True)
     for _ in range(REPEATS):
@@ -131,7 +132,7 @@ def test_repeats(headdim: int) -> None:
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_a_maximum_may_come_anywhere(headdim: int, dtype: torch.dtype) -> None:
     for kind, causal in itertools.product(maxima.KINDS, (False, True)):
-        error, lse_error = maxima.errors(kind, 1000, headdim, dtype, "cuda", causal)
+        error, lse_error = maxima.errors(kind, 1024, headdim, dtype, "cuda", causal)
         assert error < TOLERANCE[dtype], (kind, causal)
         assert lse_error < 1e-5, (kind, causal)
     assert maxima.nans(700, headdim, "cuda") == (0, 350, 0)

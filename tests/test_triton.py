@@ -191,9 +191,15 @@ def _nan(rank: int, world_size: int) -> tuple[int, int, int]:
     return maxima.nans(300, 64, "cpu")
 
 
+def _nan_in_a_ring(rank: int, world_size: int) -> tuple[int, int]:
+    return maxima.nans_in_a_ring("cpu")
+
+
 def test_nan_is_not_hidden(pool: Ranks) -> None:
     for found in pool.run(_nan, timeout=60):
         assert found == (0, 150, 0)
+    for found in pool.run(_nan_in_a_ring, timeout=60):
+        assert found == (51, 51)
 
 
 def _merge(rank: int, world_size: int) -> None:

@@ -26,7 +26,7 @@ _DELTA_ROWS, _ROWS = 32, 256  # of a program of the two small kernels
 
 
 class TritonKernel:
-    """One launch for the forward of a step, two for the backward."""
+    """One launch for the forward of a step; one or two, and a small one, for the backward."""
 
     name = "triton"
     direct = True
@@ -86,7 +86,7 @@ class TritonKernel:
         grads: Grads,
         call: Call,
     ) -> None:
-        """Add the gradients that `tiles` contribute to `grads`, in two launches."""
+        """Add the gradients that `tiles` contribute to `grads`."""
         if hopper.can(call):
             run = hopper.ordered_backward if hopper.in_order(call) else hopper.backward
             return run(dout, q, k, v, tiles, saved, grads, call)

@@ -158,7 +158,7 @@ def forward_kernel(
     if SINK or not is_first:
         lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
         m = lse * LOG2E - CARRY
-        total = tl.where(lse > float("-inf"), tl.exp2(CARRY), 0.0)
+        total = tl.where(lse != float("-inf"), tl.exp2(CARRY), 0.0)
     if not is_first:
         acc = tl.load(out_ptrs, mask=out_mask, other=0.0) * total[:, None]
         if DROPOUT:

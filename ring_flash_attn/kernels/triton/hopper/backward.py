@@ -139,7 +139,7 @@ def add(C: gl.constexpr, adds, BLOCK_M: gl.constexpr):
         dq_desc, tiles_ptr, dq_smem, dq_full, dq_empty, batch, head_k, group, j0, columns,
         first_tile, last_tile,
     ) = adds
-    BY_ROWS: gl.constexpr = dq_desc.block_type.shape[2] < BLOCK_M
+    BY_ROWS: gl.constexpr = BLOCK_M > HALF
     row = C * HALF if BY_ROWS else 0
     column = 0 if BY_ROWS else C * dq_desc.block_type.shape[3]
     n = 0
@@ -164,7 +164,7 @@ def half_dq(C: gl.constexpr, ds_smem, k_smem, dq_smem, buffer, zero):
     dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for c in gl.static_range(2):
         ds, k = ds_smem.index(2 * buffer + c), k_smem.index(c + zero)
-        if ds_smem.shape[2] > ROWS:
+        if ds_smem.shape[2] > HALF:
             ds = ds.slice(C * ROWS, ROWS, dim=1)
         else:
             k = k.slice(C * COLUMNS, COLUMNS, dim=1)
@@ -283,7 +283,7 @@ def consume(
     SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
     DQ: gl.constexpr,
 ):
-    """dK and dV of 64 keys, and half of the columns of dQ."""
+    """dK and dV of 64 keys, and half of dQ."""
     (
         dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, group, j0, columns, first_tile, last_tile,
         scale, softcap, d, dv_width, dk_row, dv_row,

@@ -330,7 +330,7 @@ def attend(
     eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     known = gl.convert_layout(lse, gl.SliceLayout(1, eights))[:, None]
     total = gl.zeros([HALF, 8], gl.float32, eights)
-    total = gl.where(known > float("-inf"), 1048576.0, total)  # 2^CARRY / 8
+    total = gl.where(known != float("-inf"), 1048576.0, total)  # 2^CARRY / 8
 
     # The first block.
     stage, phase_k = i % STAGES, (i // STAGES) & 1

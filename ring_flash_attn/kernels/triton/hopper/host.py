@@ -385,7 +385,8 @@ def counter(device: torch.device) -> Tensor:
     """A zero, which the kernel that gets it leaves behind as one.
 
     Kernels that run at the same time get different ones: a captured graph, which may run at any
-    time, its own.
+    time, its own. It is zero already, unless there are no more of these, or none yet: then the
+    graph sets one to zero.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         spare = _spare.get(device)

@@ -161,7 +161,7 @@ def score_gradients(p, dp, delta, tanh, SOFTCAP: gl.constexpr, GUARD: gl.constex
     if SOFTCAP:
         ds = ds * (1.0 - tanh * tanh)
     if GUARD:
-        ds = gl.where(p > 0, ds, 0.0)
+        ds = gl.where(p != 0, ds, 0.0)
     return ds
 
 

@@ -1,4 +1,4 @@
-"""dQ on Hopper by itself, always summed in the same order, for `deterministic=True`.
+"""dQ on Hopper by itself, always summed in the same order; see `in_order` in `host.py`.
 
 One program owns 128 queries of one head, 64 for each consumer, and walks through the keys that they
 see, as in `forward.py`; dK and dV come from the kernels that own keys.
