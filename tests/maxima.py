@@ -15,6 +15,7 @@ KINDS = {
     "rising_far": lambda t: 600 * t,
     "falling": lambda t: 60 * (1 - t),
     "jump": lambda t: 60.0 * (t > 0.7),
+    "hump": lambda t: 60.0 * ((t > 0.2) & (t < 0.4)),
     "last": lambda t: 80.0 * (t > 0.998) - 40,
     "low": lambda t: 0 * t - 200,
 }
