@@ -133,15 +133,15 @@ def backward(
     dsink = None if sink is None else torch.zeros_like(sink, dtype=call.state_dtype)
     with no_autocast(call.device), span(_pass_name, "backward", job):
         douts, kept = [], []
+        only = job.ranks[0].backward.only if len(job.ranks) == 1 else None
         for (out, lse), (dout, dlse) in zip(results, given, strict=True):
             douts.append(torch.zeros_like(out) if dout is None else dout)
             with span("delta"):
-                kept.append(_saved(job, out, lse, douts[-1], dlse, sink is not None))
+                kept.append(_saved(job, only, out, lse, douts[-1], dlse, sink is not None))
             if sink is not None and dsink is not None:
                 dsink -= _sink_part(sink, lse, kept[-1].delta)
-        only = job.ranks[0].backward.only
         at_once = None
-        if len(job.ranks) == 1 and only is not None:
+        if only is not None:
             at_once = _backward_at_once(job, only, shards[0], douts[0], kept[0])
         if at_once is not None:
             grads = [at_once]
@@ -167,7 +167,13 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _saved(
-    job: Job, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, sink: bool
+    job: Job,
+    only: Only | None,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    sink: bool,
 ) -> Saved:
     """What the kernel has to know of the forward pass."""
     call, direct = job.call, as_direct(job.kernel)
@@ -178,6 +184,8 @@ def _saved(
                 "(triton, reference), or detach lse"
             )
         return Saved(lse, _delta(dout, out, call) if sink else lse.new_empty(0), out)
+    if direct is not None and only is not None and dlse is None and not sink:
+        return Saved(lse, lse.new_empty(0), out)
     delta = (_delta if direct is None else direct.delta)(dout, out, call)
     return Saved(lse, delta if dlse is None else delta - dlse)
 

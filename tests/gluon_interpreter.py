@@ -186,11 +186,13 @@ def _arrive(smem: Shared, *, count: int = 1, pred: Any = True) -> None:
 
 
 def _wait(smem: Shared, phase: int, pred: Any = True) -> None:
+    if pred:
+        _wait_for(_program.barrier(smem), phase)
+
+
+def _wait_for(barrier: _Barrier, phase: int) -> None:
     """Until the phase of this parity has ended."""
-    if not pred:
-        return
     with _program.changed:
-        barrier = _program.barrier(smem)
         while barrier.late:
             barrier.late.pop()()
         ended = _program.changed.wait_for(
@@ -199,7 +201,23 @@ def _wait(smem: Shared, phase: int, pred: Any = True) -> None:
         assert ended, "nobody ends the phase that this waits for"
         assert not _program.failed, "another thread failed"
         if barrier.late:
-            _wait(smem, phase)
+            _wait_for(barrier, phase)
+
+
+def warp_barriers(first: int, number: int, warps: int) -> None:
+    for i in range(first, first + number):
+        _program.barriers[i] = _Barrier(warps, warps)
+
+
+def warp_arrives(i: int) -> None:
+    """All warps of a group, which is one thread here; only groups of four do."""
+    with _program.changed:
+        _program.barriers[i].missing -= 4
+        _program.barriers[i].settle()
+
+
+def wait_for_warps(i: int, phase: int) -> None:
+    _wait_for(_program.barriers[i], phase)
 
 
 def pass_turn(group: int) -> None:
@@ -488,6 +506,10 @@ def install() -> None:
         await_turn=await_turn,
         pass_turn=pass_turn,
         declare_vote=_nothing,
+        declare_warp_barriers=_nothing,
+        warp_barriers=warp_barriers,
+        warp_arrives=warp_arrives,
+        wait_for_warps=wait_for_warps,
         vote_above=vote_above,
         warpgroup_mma=warpgroup_mma,
         warpgroup_mma_wait=warpgroup_mma_wait,

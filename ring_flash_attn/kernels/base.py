@@ -106,9 +106,10 @@ class Saved:
 
     Attributes:
         lse: (batch, nheads, seqlen_q) of the whole softmax, over all steps.
-        delta: (batch, nheads, seqlen_q), sum of dout · out, less the gradient of lse; empty for a
-            `BlockKernel`, which computes it itself.
-        out: (batch, seqlen_q, nheads, headdim_v) in the user's dtype, for a `BlockKernel` alone.
+        delta: (batch, nheads, seqlen_q), sum of dout · out, less the gradient of lse; empty where
+            `out` is given.
+        out: (batch, seqlen_q, nheads, headdim_v) in the user's dtype, for a kernel that computes
+            delta itself: a `BlockKernel`, or a `DirectKernel` whose launch is the only one.
     """
 
     lse: Tensor

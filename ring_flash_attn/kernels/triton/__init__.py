@@ -90,6 +90,8 @@ class TritonKernel:
         if hopper.can(call):
             run = hopper.ordered_backward if hopper.in_order(call) else hopper.backward
             return run(dout, q, k, v, tiles, saved, grads, call)
+        if saved.out is not None:
+            saved = Saved(saved.lse, self.delta(dout, saved.out, call))
         inputs = fit(q), fit(k), fit(v), fit(dout)
         stats = row_stats(saved, call)
         launch_backward("keys", inputs, (stats, grads.dk, grads.dv), tiles, call, grads.fresh_k)

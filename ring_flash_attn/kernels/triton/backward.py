@@ -28,24 +28,48 @@ from .scores import (
 )
 
 
+@triton.jit
+def rows_of_pair(length, nheads, count, BLOCK: tl.constexpr):
+    """A program's pair of batch and head, these, rows, and which of them there are."""
+    pair = tl.program_id(0) // count
+    batch, head = (pair // nheads).to(tl.int64), (pair % nheads).to(tl.int64)
+    rows = (tl.program_id(0) % count * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    return pair.to(tl.int64), batch, head, rows, rows < length
+
+
+@triton.jit
+def delta_of_rows(
+    out_ptr, dout_ptr, length, nheads, dv, count, o_batch, o_row, o_head, g_batch, g_row, g_head,
+    g_last, BLOCK: tl.constexpr, DV: tl.constexpr,
+):
+    """What `rows_of_pair` has, and delta = sum of dout · out."""
+    pair, batch, head, rows, mask = rows_of_pair(length, nheads, count, BLOCK)
+    depth = tl.arange(0, DV)
+    there = mask[:, None] & (depth < dv)[None, :]
+    out_ptr += batch * o_batch + head * o_head + rows[:, None] * o_row
+    dout_ptr += batch * g_batch + head * g_head + rows[:, None] * g_row
+    out = tl.load(out_ptr + depth[None, :], mask=there, other=0.0)
+    dout = tl.load(dout_ptr + depth[None, :] * g_last, mask=there, other=0.0)
+    return pair, batch, head, rows, mask, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+
+
 @triton.jit(do_not_specialize=ANY_NUMBER)
 def delta_kernel(
     out_ptr, dout_ptr, delta_ptr, length, nheads, dv, count, o_batch, o_row, o_head, g_batch,
     g_row, g_head, g_last, BLOCK: tl.constexpr, DV: tl.constexpr,
 ):
-    """delta = sum of dout · out for BLOCK rows of one head; delta is (batch, nheads, length)."""
-    pair = tl.program_id(0) // count
-    batch, head = (pair // nheads).to(tl.int64), (pair % nheads).to(tl.int64)
-    rows = tl.program_id(0) % count * BLOCK + tl.arange(0, BLOCK)
-    depth = tl.arange(0, DV)
-    mask = (rows < length)[:, None] & (depth < dv)[None, :]
-    here = rows.to(tl.int64)[:, None]
-    out_ptr += batch * o_batch + head * o_head
-    dout_ptr += batch * g_batch + head * g_head
-    out = tl.load(out_ptr + here * o_row + depth[None, :], mask=mask, other=0.0)
-    dout = tl.load(dout_ptr + here * g_row + depth[None, :] * g_last, mask=mask, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    tl.store(delta_ptr + pair.to(tl.int64) * length + rows, delta, mask=rows < length)
+    """delta of BLOCK rows of one head; (batch, nheads, length)."""
+    pair, _, _, rows, mask, delta = delta_of_rows(
+        out_ptr, dout_ptr, length, nheads, dv, count, o_batch, o_row, o_head, g_batch, g_row,
+        g_head, g_last, BLOCK, DV,
+    )
+    tl.store(delta_ptr + pair * length + rows, delta, mask=mask)
+
+
+@triton.jit
+def lse_in_base_2(lse):
+    """+inf where no key was seen, so that p = 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
 @triton.jit
@@ -53,18 +77,11 @@ def stats_of_rows(
     lse_ptr, delta_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head, e_row,
     BLOCK: tl.constexpr,
 ):
-    """A program's pair of batch and head, rows, which there are, lse in base 2, and delta.
-
-    lse is +inf where no key was seen, so that p = 0.
-    """
-    pair = tl.program_id(0) // count
-    batch, head = (pair // nheads).to(tl.int64), (pair % nheads).to(tl.int64)
-    rows = (tl.program_id(0) % count * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    mask = rows < length
+    """A program's pair of batch and head, rows, which there are, lse in base 2, and delta."""
+    pair, batch, head, rows, mask = rows_of_pair(length, nheads, count, BLOCK)
     lse = tl.load(lse_ptr + batch * l_batch + head * l_head + rows * l_row, mask=mask)
     delta = tl.load(delta_ptr + batch * e_batch + head * e_head + rows * e_row, mask=mask)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    return pair.to(tl.int64), rows, mask, lse, delta
+    return pair, rows, mask, lse_in_base_2(lse), delta
 
 
 @triton.jit(do_not_specialize=ANY_NUMBER)

@@ -21,9 +21,9 @@ dK is computed.
     kv_full       bulk copies       the program's keys and values are there
     q_full[s]     bulk copies       stage s holds queries and their lse; do_full[s]: dout and delta
     clear[s]      consumer 0        what lies behind the end of a short document is cleared
-    empty[s]      both consumers    they are done with stage s: ds of its block is in shared memory,
+    empty[s]      consumers' warps  they are done with stage s: ds of its block is in shared memory,
                                     and nobody reads ds of the block before any more
-    dq_full[c]    consumer c        its half of dQ of a block is in shared memory
+    dq_full[c]    c's warps         consumer c's half of dQ of a block is in shared memory
     dq_empty[c]   its adder         and has been read
 
 What limits it is shared memory: with head dimension 128 products, copies and additions of a block
@@ -40,6 +40,7 @@ products are under way, or S of the next block, would make them all wait for eac
 
 from .gluon import (
     add_tile,
+    declare_warp_barriers,
     fence_async_shared,
     gl,
     gluon,
@@ -47,16 +48,22 @@ from .gluon import (
     mbarrier,
     thread_barrier,
     wait_for_adds,
+    wait_for_warps,
+    warp_arrives,
+    warp_barriers,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from .pieces import (
     ANY_NUMBER,
     barriers,
+    begin_of,
     clear_behind,
     clear_from,
+    first_item,
     in_band,
     load_stats,
+    next_item,
     of_document,
     place,
     probabilities,
@@ -65,10 +72,15 @@ from .pieces import (
     score_gradients,
     stats_memory,
     stats_of,
+    tell,
+    told,
     unknown_zero,
 )
 
 HALF = gl.constexpr(64)  # keys of a consumer
+EMPTY = gl.constexpr(0)  # the first of these barriers' numbers
+DQ_FULL = gl.constexpr(8)
+KV_EMPTY = gl.constexpr(10)
 
 
 @gluon.jit
@@ -91,68 +103,103 @@ def span_of(tiles_ptr, tile, j0, columns, KEYS: gl.constexpr, BLOCK_M: gl.conste
 
 
 @gluon.jit
-def wait_for_block(empty, n):
+def wait_for_block(n, STAGES: gl.constexpr):
     """Until both consumers are done with block n, and so with ds of the one before.
 
     There is no block −1: nobody waits for it, and nobody looks at its dQ.
     """
-    STAGES: gl.constexpr = empty.shape[0]
-    mbarrier.wait(empty.index((n + STAGES) % STAGES), ((n + STAGES) // STAGES - 1) & 1)
+    wait_for_warps(EMPTY + (n + STAGES) % STAGES, ((n + STAGES) // STAGES - 1) & 1)
 
 
 @gluon.jit
-def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
-    """Load keys and values, then blocks of queries and dout with what is known of their rows."""
-    (
-        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, tiles_ptr, q_smem, do_smem, k_smem,
-        v_smem, lse_smem, delta_smem, kv_full, q_full, do_full, empty, batch, head_k, group, row,
-        j0, columns, first_tile, last_tile,
-    ) = loads
-    mbarrier.expect(kv_full.index(0), 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+def load_keys(loads, w, batch, head_k, row):
+    """Load the w-th keys and values when those before are not needed any more."""
+    k_desc, v_desc, k_smem, v_smem, kv_full = loads[2], loads[3], loads[11], loads[12], loads[15]
+    wait_for_warps(KV_EMPTY, (w & 1) ^ 1)
+    full = kv_full.index(0)
+    mbarrier.expect(full, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for c in gl.static_range(2):
-        load_tile(k_desc, batch, head_k, row + c * HALF, kv_full.index(0), k_smem.index(c), False)
-        load_tile(v_desc, batch, head_k, row + c * HALF, kv_full.index(0), v_smem.index(c), False)
-    n = 0
-    for member in range(group):
-        head = head_k * group + member
-        for tile in range(first_tile, last_tile):
-            begin, _, _, end, last, _ = span_of(tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M)
-            for i in range(begin, end, BLOCK_M):
-                at = gl.minimum(i, last)
-                stage, phase = n % STAGES, (n // STAGES) & 1
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                full = q_full.index(stage)
-                mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-                load_tile(q_desc, batch, head, at, full, q_smem.index(stage), False)
-                load_stats(lse_desc, batch, head, at, full, lse_smem.index(stage))
-                full = do_full.index(stage)
-                mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-                load_tile(do_desc, batch, head, at, full, do_smem.index(stage), False)
-                load_stats(delta_desc, batch, head, at, full, delta_smem.index(stage))
-                n += 1
+        load_tile(k_desc, batch, head_k, row + c * HALF, full, k_smem.index(c), False)
+        load_tile(v_desc, batch, head_k, row + c * HALF, full, v_smem.index(c), False)
+
+
+@gluon.jit
+def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr):
+    """Find pieces of work; load blocks of queries and dout with what is known of their rows.
+
+    Keys and values come behind the first of them, for which there is room sooner.
+    """
+    (
+        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, blocks_ptr, tiles_ptr, counter_ptr,
+        q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, do_full, item,
+        item_full, item_empty, nheads_k, group, count, section, items,
+    ) = loads
+    n, w, number = 0, 0, first_item(counter_ptr, items, OWN)
+    while number < items:
+        block, pair = place(number, items // count, count, section)
+        row, columns, j0, first_tile = scalars(blocks_ptr + block * 12)
+        last_tile = gl.load(blocks_ptr + block * 12 + 4)
+        batch, head_k = pair // nheads_k, pair % nheads_k
+        mbarrier.wait(item_empty.index(w % 2), ((w // 2) & 1) ^ 1)
+        tell(item.index(w % 2), (columns, row, batch, head_k, j0, first_tile, last_tile))
+        mbarrier.arrive(item_full.index(w % 2))
+        waiting = 1
+        for member in range(group):
+            head = head_k * group + member
+            for tile in range(first_tile, last_tile):
+                begin, _, _, end, last, _ = span_of(tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M)
+                for i in range(begin, end, BLOCK_M):
+                    at = gl.minimum(i, last)
+                    stage, phase = n % STAGES, (n // STAGES) & 1
+                    wait_for_warps(EMPTY + stage, phase ^ 1)
+                    full = q_full.index(stage)
+                    mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+                    load_tile(q_desc, batch, head, at, full, q_smem.index(stage), False)
+                    load_stats(lse_desc, batch, head, at, full, lse_smem.index(stage))
+                    full = do_full.index(stage)
+                    mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+                    load_tile(do_desc, batch, head, at, full, do_smem.index(stage), False)
+                    load_stats(delta_desc, batch, head, at, full, delta_smem.index(stage))
+                    if waiting == 1:
+                        load_keys(loads, w, batch, head_k, row)
+                        waiting = 0
+                    n += 1
+        if waiting == 1:
+            load_keys(loads, w, batch, head_k, row)
+        number = next_item(counter_ptr, items, OWN)
+        w += 1
+    mbarrier.wait(item_empty.index(w % 2), ((w // 2) & 1) ^ 1)
+    tell(item.index(w % 2), (0,))
+    mbarrier.arrive(item_full.index(w % 2))
 
 
 @gluon.jit
 def add(C: gl.constexpr, adds, BLOCK_M: gl.constexpr):
     """Have one consumer's half of dQ of each block added to memory."""
-    (
-        dq_desc, tiles_ptr, dq_smem, dq_full, dq_empty, batch, head_k, group, j0, columns,
-        first_tile, last_tile,
-    ) = adds
+    dq_desc, tiles_ptr, dq_smem, dq_empty, item, item_full, item_empty, group = adds
     BY_ROWS: gl.constexpr = BLOCK_M > HALF
-    row = C * HALF if BY_ROWS else 0
+    shift = C * HALF if BY_ROWS else 0
     column = 0 if BY_ROWS else C * dq_desc.block_type.shape[3]
-    n = 0
-    for member in range(group):
-        head = head_k * group + member
-        for tile in range(first_tile, last_tile):
-            begin, _, _, end, last, _ = span_of(tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M)
-            for i in range(begin, end, BLOCK_M):
-                mbarrier.wait(dq_full.index(C), n & 1)
-                add_tile(dq_desc, batch, head, gl.minimum(i, last) + row, column, dq_smem.index(C))
-                wait_for_adds()
-                mbarrier.arrive(dq_empty.index(C))
-                n += 1
+    n, w = 0, 0
+    mbarrier.wait(item_full.index(0), 0)
+    while told(item.index(w % 2), 0) > 0:
+        it = item.index(w % 2)
+        columns, batch, head_k, j0 = told(it, 0), told(it, 2), told(it, 3), told(it, 4)
+        first_tile, last_tile = told(it, 5), told(it, 6)
+        mbarrier.arrive(item_empty.index(w % 2))
+        for member in range(group):
+            head = head_k * group + member
+            for tile in range(first_tile, last_tile):
+                begin, _, _, end, last, _ = span_of(tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M)
+                for i in range(begin, end, BLOCK_M):
+                    wait_for_warps(DQ_FULL + C, n & 1)
+                    at = gl.minimum(i, last) + shift
+                    add_tile(dq_desc, batch, head, at, column, dq_smem.index(C))
+                    wait_for_adds()
+                    mbarrier.arrive(dq_empty.index(C))
+                    n += 1
+        w += 1
+        mbarrier.wait(item_full.index(w % 2), (w // 2) & 1)
 
 
 @gluon.jit
@@ -174,12 +221,16 @@ def half_dq(C: gl.constexpr, ds_smem, k_smem, dq_smem, buffer, zero):
 
 @gluon.jit
 def put_dq(
-    C: gl.constexpr, dq, dq_smem, dq_empty, n, there, GUARD: gl.constexpr, BLOCK_M: gl.constexpr
+    C: gl.constexpr, dq, dq_smem, dq_empty, n, first, there, GUARD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
 ):
-    """Put dQ of block n − 1 where the adder finds it; a fence has to follow."""
+    """Put dQ of block n − 1 where the adder finds it; a fence has to follow.
+
+    Of a piece of work's first block, anything: nobody is told.
+    """
     if GUARD:
         dq = of_document(dq, there - C * HALF if BLOCK_M > HALF else there)
-    mbarrier.wait(dq_empty.index(C), gl.maximum(n, 1) & 1)
+    mbarrier.wait(dq_empty.index(C), gl.maximum(n, first + 1) & 1)
     dq_smem.index(C).store(dq)
 
 
@@ -196,19 +247,19 @@ def masked(x, tiles_ptr, tile, i, at, j0, C: gl.constexpr, BLOCK_M: gl.constexpr
 
 @gluon.jit
 def run(
-    dk, dv, n, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, v_smem, shared,
-    scale, softcap,
+    dk, dv, n, first, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, v_smem,
+    shared, scale, softcap,
     C: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     SOFTCAP: gl.constexpr, GUARD: gl.constexpr, DQ: gl.constexpr,
 ):
-    """Add the queries in rows begin … end, in blocks; n counts all blocks.
+    """Add the queries in rows begin … end, in blocks; n counts all blocks, this work's from first.
 
     `there` says how many rows of the block before belong to its document, where that may be less
     than all. Returns that of the last one, too.
     """
     (
         q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, clear,
-        empty, dq_full, dq_empty,
+        dq_empty,
     ) = shared
     STAGES: gl.constexpr = q_smem.shape[0]
     dtype: gl.constexpr = k_smem.dtype
@@ -257,20 +308,21 @@ def run(
             delta = stats_of(delta_smem, stage, of_queries)
             ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
         if DQ:
-            wait_for_block(empty, n - 1)
+            wait_for_block(n - 1, STAGES)
             dq_pending = half_dq(C, ds_smem, k_smem, dq_smem, (n & 1) ^ 1, zero)
             dk_pending = warpgroup_mma(gl.convert_layout(ds, for_dk), q, dk, is_async=True)
             ds_smem.index(2 * (n & 1) + C).store(ds)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
-            put_dq(C, dq * scale, dq_smem, dq_empty, n, there, GUARD, BLOCK_M)
+            put_dq(C, dq * scale, dq_smem, dq_empty, n, first, there, GUARD, BLOCK_M)
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
             fence_async_shared()
-            mbarrier.arrive(dq_full.index(C), pred=n > 0)
-            mbarrier.arrive(empty.index(stage))
+            if n > first:
+                warp_arrives(DQ_FULL + C)
+            warp_arrives(EMPTY + stage)
         else:
             dk_pending = warpgroup_mma(gl.convert_layout(ds, for_dk), q, dk, is_async=True)
             dv, dk = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending))
-            mbarrier.arrive(empty.index(stage))
+            warp_arrives(EMPTY + stage)
         n += 1
         if GUARD:
             there = q_len
@@ -283,56 +335,91 @@ def consume(
     SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
     DQ: gl.constexpr,
 ):
-    """dK and dV of 64 keys, and half of dQ."""
+    """dK and dV of 64 keys, and half of dQ, of each piece of work."""
+    item, item_full = given[5], given[6]
+    n, w = 0, 0
+    mbarrier.wait(item_full.index(0), 0)
+    while told(item.index(w % 2), 0) > 0:
+        n = gradients(C, given, shared, n, w, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)
+        w += 1
+        mbarrier.wait(item_full.index(w % 2), (w // 2) & 1)
+
+
+@gluon.jit
+def gradients(
+    C: gl.constexpr, given, shared, n, w, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    DQ: gl.constexpr,
+):
+    """dK and dV of 64 keys, and half of dQ; n counts blocks and w pieces of work."""
     (
-        dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, group, j0, columns, first_tile, last_tile,
-        scale, softcap, d, dv_width, dk_row, dv_row,
+        dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, item, item_full, item_empty, group, scale,
+        softcap, d, dv_width, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
     ) = given
     (
         q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, clear,
-        empty, dq_full, dq_empty,
+        dq_empty,
     ) = shared
+    STAGES: gl.constexpr = q_smem.shape[0]
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    it = item.index(w % 2)
+    columns, j0, first_tile, last_tile = told(it, 0), told(it, 4), told(it, 5), told(it, 6)
     k, v = k_smem.index(C), v_smem.index(C)
     dk = gl.zeros([HALF, D], gl.float32, dk_layout)
     dv = gl.zeros([HALF, DV], gl.float32, dv_layout)
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(kv_full.index(0), w & 1)
     if columns < (C + 1) * HALF:  # what lies there may be anything
         clear_from(k, columns - C * HALF)
         clear_from(v, columns - C * HALF)
     thread_barrier()  # here, and not in the loop, where the compiler would put it
-    n, there = 0, 0
+    first, there = n, 0
     for member in range(group):
         for tile in range(first_tile, last_tile):
             begin, edge, whole, end, last, q_len = span_of(
                 tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M
             )
             dk, dv, n, there = run(
-                dk, dv, n, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, v_smem,
-                shared, scale, softcap, C, BLOCK_M, D, DV, SOFTCAP, GUARD, DQ,
+                dk, dv, n, first, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0,
+                v_smem, shared, scale, softcap, C, BLOCK_M, D, DV, SOFTCAP, GUARD, DQ,
             )
+    SPARE: gl.constexpr = DQ and BLOCK_M >= D
     if DQ:
-        wait_for_block(empty, n - 1)
+        wait_for_block(n - 1, STAGES)
         dq = half_dq(C, ds_smem, k_smem, dq_smem, (n & 1) ^ 1, 0)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        put_dq(C, dq * scale, dq_smem, dq_empty, n, there, GUARD, BLOCK_M)
+        if SPARE:
+            warp_arrives(KV_EMPTY)
+        put_dq(C, dq * scale, dq_smem, dq_empty, n, first, there, GUARD, BLOCK_M)
         fence_async_shared()
-        mbarrier.arrive(dq_full.index(C))
-    put(dk_ptr, dk * scale, v_smem.index(C), C, columns, d, dk_row, FRESH, EVEN)
-    put(dv_ptr, dv, v_smem.index(C), C, columns, dv_width, dv_row, FRESH, EVEN)
+        if n > first:
+            warp_arrives(DQ_FULL + C)
+    dk_ptr = begin_of(it, dk_ptr, dk_batch, dk_row, dk_head)
+    dv_ptr = begin_of(it, dv_ptr, dv_batch, dv_row, dv_head)
+    columns = told(it, 0)
+    if SPARE:
+        put(dk_ptr, dk * scale, ds_smem.index(2 * (n & 1) + C), C, columns, d, dk_row, FRESH, EVEN)
+        put(dv_ptr, dv, ds_smem.index(2 * (n & 1) + C), C, columns, dv_width, dv_row, FRESH, EVEN)
+    else:
+        put(dk_ptr, dk * scale, v, C, columns, d, dk_row, FRESH, EVEN)
+        put(dv_ptr, dv, v, C, columns, dv_width, dv_row, FRESH, EVEN)
+        fence_async_shared()  # bulk copies come next to where they were
+        warp_arrives(KV_EMPTY)
+    mbarrier.arrive(item_empty.index(w % 2))
+    return n
 
 
 @gluon.jit(do_not_specialize=ANY_NUMBER)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, blocks_ptr,
-    tiles_ptr, scale, softcap, nheads_k, group, count, section, d, dv, dk_batch, dk_row, dk_head,
-    dv_batch, dv_row, dv_head,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, counter_ptr,
+    blocks_ptr, tiles_ptr, scale, softcap, nheads_k, group, count, section, items, d, dv, dk_batch,
+    dk_row, dk_head, dv_batch, dv_row, dv_head,
     BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
-    DQ: gl.constexpr,
+    DQ: gl.constexpr, OWN: gl.constexpr,
 ):
     """Gradients that 128 keys of one KV head have a part in: all query heads, all tiles."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = q_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BLOCK_M], dtype)
     BUFFERS: gl.constexpr = 4 if DQ else 1
@@ -353,40 +440,35 @@ def backward_kernel(
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS, PART], dq_layout)
     kv_full = barriers(1, 1)
     q_full, do_full, clear = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1)
-    empty = barriers(STAGES, 2)
-    dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
+    dq_empty = barriers(2, 1)
+    declare_warp_barriers()
+    warp_barriers(EMPTY, STAGES, 8)
+    warp_barriers(DQ_FULL, 2, 4)
+    warp_barriers(KV_EMPTY, 1, 8)
+    item = gl.allocate_shared_memory(gl.int32, [2, 16], flat)
+    READERS: gl.constexpr = 4 if DQ else 2
+    item_full, item_empty = barriers(2, 1), barriers(2, READERS)
 
-    block, pair = place(gl.program_id(0), gl.num_programs(0) // count, count, section)
-    entry = blocks_ptr + block * 12
-    row, columns, j0, first_tile = scalars(entry)
-    last_tile = gl.load(entry + 4)
-    batch, head_k = pair // nheads_k, pair % nheads_k
-    row64, batch64 = row.to(gl.int64), batch.to(gl.int64)
-    dk_ptr += batch64 * dk_batch + head_k * dk_head + row64 * dk_row
-    dv_ptr += batch64 * dv_batch + head_k * dv_head + row64 * dv_row
     shared = (
         q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, clear,
-        empty, dq_full, dq_empty,
+        dq_empty,
     )
     given = (
-        dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, group, j0, columns, first_tile, last_tile,
-        scale, softcap, d, dv, dk_row, dv_row,
+        dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, item, item_full, item_empty, group, scale,
+        softcap, d, dv, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
     )
-    adds = (
-        dq_desc, tiles_ptr, dq_smem, dq_full, dq_empty, batch, head_k, group, j0, columns,
-        first_tile, last_tile,
-    )
+    adds = dq_desc, tiles_ptr, dq_smem, dq_empty, item, item_full, item_empty, group
     loads = (
-        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, tiles_ptr, q_smem, do_smem, k_smem,
-        v_smem, lse_smem, delta_smem, kv_full, q_full, do_full, empty, batch, head_k, group, row,
-        j0, columns, first_tile, last_tile,
+        q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, blocks_ptr, tiles_ptr, counter_ptr,
+        q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, do_full, item,
+        item_full, item_empty, nheads_k, group, count, section, items,
     )
     if DQ:
         gl.warp_specialize(
             [
                 (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
                 (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-                (produce, (loads, BLOCK_M, STAGES)),
+                (produce, (loads, BLOCK_M, STAGES, OWN)),
                 (add, (0, adds, BLOCK_M)),
                 (add, (1, adds, BLOCK_M)),
             ],
@@ -397,7 +479,7 @@ def backward_kernel(
             [
                 (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
                 (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-                (produce, (loads, BLOCK_M, STAGES)),
+                (produce, (loads, BLOCK_M, STAGES, OWN)),
             ],
             [4, 1], [240, 24],
         )

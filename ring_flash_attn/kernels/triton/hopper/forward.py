@@ -39,6 +39,7 @@ consumer's thread needs 64 for the output, 64 for scores and 32 for rounded prob
 from .gluon import (
     await_turn,
     declare_vote,
+    declare_warp_barriers,
     fence_async_shared,
     gl,
     gluon,
@@ -46,6 +47,9 @@ from .gluon import (
     mbarrier,
     pass_turn,
     vote_above,
+    wait_for_warps,
+    warp_arrives,
+    warp_barriers,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -70,6 +74,8 @@ from .pieces import (
 
 CARRY = gl.constexpr(23.0)  # see `../forward.py`
 HALF = gl.constexpr(64)  # queries of a consumer
+K_EMPTY = gl.constexpr(0)  # the first of these barriers' numbers
+V_EMPTY = gl.constexpr(8)
 LIMIT = gl.constexpr(1024.0)  # of sums of powers above a maximum that is not new; fp16 has 65504
 
 
@@ -101,6 +107,24 @@ def inside(j, k_len, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def release(FIRST: gl.constexpr, empty, stage, NARROW: gl.constexpr):
+    """A consumer is done with a stage."""
+    if NARROW:
+        warp_arrives(FIRST + stage)
+    else:
+        mbarrier.arrive(empty.index(stage))
+
+
+@gluon.jit
+def await_release(FIRST: gl.constexpr, empty, stage, phase, NARROW: gl.constexpr):
+    """Until both consumers are."""
+    if NARROW:
+        wait_for_warps(FIRST + stage, phase)
+    else:
+        mbarrier.wait(empty.index(stage), phase)
+
+
+@gluon.jit
 def produce(loads, BLOCK_N: gl.constexpr, OWN: gl.constexpr):
     """Find pieces of work; load their queries, then blocks of keys and values."""
     (
@@ -110,6 +134,7 @@ def produce(loads, BLOCK_N: gl.constexpr, OWN: gl.constexpr):
     ) = loads
     STAGES: gl.constexpr = k_smem.shape[0]
     ITEMS: gl.constexpr = item.shape[0]
+    NARROW: gl.constexpr = v_smem.shape[2] <= HALF
     i, n, number = 0, 0, first_item(counter_ptr, items, OWN)
     while number < items:
         block, pair = place(number, items // count, count, section)
@@ -133,9 +158,9 @@ def produce(loads, BLOCK_N: gl.constexpr, OWN: gl.constexpr):
             for j in range(begin, end, BLOCK_N):
                 at = k_row + inside(j, k_len, BLOCK_N)
                 stage, phase = i % STAGES, (i // STAGES) & 1
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                await_release(K_EMPTY, k_empty, stage, phase ^ 1, NARROW)
                 load_tile(k_desc, batch, head_k, at, k_full.index(stage), k_smem.index(stage))
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                await_release(V_EMPTY, v_empty, stage, phase ^ 1, NARROW)
                 load_tile(v_desc, batch, head_k, at, v_full.index(stage), v_smem.index(stage))
                 i += 1
             tile += 1
@@ -190,6 +215,7 @@ def run(
     """
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = p.shape[1]
+    NARROW: gl.constexpr = acc.shape[1] <= HALF
     dtype: gl.constexpr = q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -210,9 +236,10 @@ def run(
         if not GUARD:
             mbarrier.wait(v_full.index(v_stage), v_phase)
         pending = warpgroup_mma(p, v, acc, is_async=True)
-        pass_turn(C)
+        if not NARROW:
+            pass_turn(C)
         s = warpgroup_mma_wait(1, deps=(s,))
-        mbarrier.arrive(k_empty.index(stage))
+        release(K_EMPTY, k_empty, stage, NARROW)
         if SOFTCAP:
             s = capped(s, scale, softcap)
         if MASKED:
@@ -222,7 +249,9 @@ def run(
             s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
             p = gl.convert_layout(s.to(dtype), p_layout)
             acc, p = warpgroup_mma_wait(0, deps=(pending, p))
-            mbarrier.arrive(v_empty.index(v_stage))
+            if NARROW:
+                pass_turn(C)
+            release(V_EMPTY, v_empty, v_stage, NARROW)
             acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
         else:
             powers = gl.exp2(s * ((softcap if SOFTCAP else scale) * LOG2E) - m[:, None])
@@ -230,7 +259,9 @@ def run(
             sums = eight_sums(powers, total)
             above = vote_above(sums, LIMIT)  # as are those of rows that have no maximum yet
             acc, p = warpgroup_mma_wait(0, deps=(pending, p))
-            mbarrier.arrive(v_empty.index(v_stage))
+            if NARROW:
+                pass_turn(C)
+            release(V_EMPTY, v_empty, v_stage, NARROW)
             if above:
                 s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
                 p = gl.convert_layout(s.to(dtype), p_layout)
@@ -249,7 +280,7 @@ def run(
 def consume(
     C: gl.constexpr, given, BLOCK_N: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
-    GUARD: gl.constexpr, EVEN: gl.constexpr,
+    GUARD: gl.constexpr, EVEN: gl.constexpr, ALONE: gl.constexpr,
 ):
     """Output and lse of 64 queries of each piece of work."""
     item, item_full = given[8], given[9]
@@ -259,7 +290,7 @@ def consume(
         pass_turn(1)  # consumer 0 begins
     mbarrier.wait(item_full.index(0), 0)
     while told(item.index(n % ITEMS), 0) > 0:
-        i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)
+        i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN, ALONE)
         n += 1
         mbarrier.wait(item_full.index(n % ITEMS), (n // ITEMS) & 1)
     if C == 0:
@@ -291,7 +322,7 @@ def out_of(
 def attend(
     C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
-    GUARD: gl.constexpr, EVEN: gl.constexpr,
+    GUARD: gl.constexpr, EVEN: gl.constexpr, ALONE: gl.constexpr,
 ):
     """Output and lse of 64 queries; n counts pieces of work and i blocks of keys."""
     (
@@ -308,6 +339,7 @@ def attend(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    NARROW: gl.constexpr = DV <= HALF
     LAST: gl.constexpr = 2 if RESULT else 4  # nothing has that: it stays in fp32
     dtype: gl.constexpr = q_smem.dtype
     here, phase = n % ITEMS, (n // ITEMS) & 1
@@ -317,15 +349,18 @@ def attend(
 
     # Go on from the state (out, lse), on the first launch from a sink or from nothing; see
     # `../forward.py`.
-    is_first = (told(it, 7) & 1) != 0
-    out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
-    lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
     lse = gl.full([HALF], float("-inf"), gl.float32, s_rows)
     acc = gl.zeros([HALF, DV], gl.float32, o_layout)
-    if SINK or not is_first:
+    lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
+    if not ALONE:
+        is_first = (told(it, 7) & 1) != 0
+        out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
+        if SINK or not is_first:
+            lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
+        if not is_first:
+            acc = gl.load(out_ptrs, mask=there_o, other=0.0) * 8388608.0  # 2^CARRY
+    elif SINK:
         lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
-    if not is_first:
-        acc = gl.load(out_ptrs, mask=there_o, other=0.0) * 8388608.0  # 2^CARRY
     m = lse * LOG2E - CARRY
     eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     known = gl.convert_layout(lse, gl.SliceLayout(1, eights))[:, None]
@@ -344,7 +379,7 @@ def attend(
     )
     pass_turn(C)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(k_empty.index(stage))
+    release(K_EMPTY, k_empty, stage, NARROW)
     if SOFTCAP:
         s = capped(s, scale, softcap)
     partly = j + BLOCK_N > gl.minimum(k_len, i0 + C * HALF + high + 1)
@@ -360,8 +395,9 @@ def attend(
     i += 1
 
     while tile < last_tile:
-        next_tile = gl.minimum(tile + 1, last_tile - 1)
-        n_row, n_len, n_low, n_high, n_begin, n_end = span_of(tiles_ptr, next_tile, i0, rows)
+        n_len, n_low, n_high, n_begin, n_end = k_len, low, high, j, end
+        if tile + 1 < last_tile:
+            _, n_len, n_low, n_high, n_begin, n_end = span_of(tiles_ptr, tile + 1, i0, rows)
         if WINDOW:
             left = gl.minimum(i0 + C * HALF + HALF - 1 + low, end)
             acc, m, total, p, there, i, j = run(
@@ -389,7 +425,7 @@ def attend(
     if GUARD:
         clear_behind(C, (v,), there, v_clear, i - 1)
     acc = warpgroup_mma(p, v, acc)
-    mbarrier.arrive(v_empty.index(v_stage))
+    release(V_EMPTY, v_empty, v_stage, NARROW)
 
     # Normalise; a row that saw no key is (0, −inf).
     total = gl.convert_layout(gl.sum(total, 1), s_rows)
@@ -399,7 +435,7 @@ def attend(
     lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
     lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
     gl.store(lse_ptrs, lse, mask=there_s)
-    if (told(it, 7) & LAST) != 0:
+    if ALONE or (told(it, 7) & LAST) != 0:
         result_ptr = begin_of(it, result_ptr, r_batch, r_row, r_head)
         write(result_ptr, acc, q, C, told(it, 0), dv, r_row, EVEN)
         fence_async_shared()  # bulk copies come next to where it was
@@ -417,7 +453,7 @@ def forward_kernel(
     l_row, r_batch, r_row, r_head,
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     ITEMS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr,
-    RESULT: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, OWN: gl.constexpr,
+    RESULT: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, ALONE: gl.constexpr,
 ):
     """Output and lse of blocks of queries, one after the other: all tiles of their span."""
     dtype: gl.constexpr = q_desc.dtype
@@ -435,6 +471,10 @@ def forward_kernel(
     k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
 
     declare_vote()
+    if DV <= HALF:
+        declare_warp_barriers()
+        warp_barriers(K_EMPTY, STAGES, 8)
+        warp_barriers(V_EMPTY, STAGES, 8)
     of_all = (
         scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
     )
@@ -449,9 +489,9 @@ def forward_kernel(
     )
     gl.warp_specialize(
         [
-            (consume, (0, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-            (consume, (1, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN)),
-            (produce, (loads, BLOCK_N, OWN)),
+            (consume, (0, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN, ALONE)),
+            (consume, (1, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN, ALONE)),
+            (produce, (loads, BLOCK_N, ALONE)),
         ],
         [4, 4], [240, 24],
     )

@@ -20,6 +20,7 @@ __all__ = [
     "add_tile",
     "await_turn",
     "declare_vote",
+    "declare_warp_barriers",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -30,6 +31,9 @@ __all__ = [
     "thread_barrier",
     "vote_above",
     "wait_for_adds",
+    "wait_for_warps",
+    "warp_arrives",
+    "warp_barriers",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -104,6 +108,75 @@ def pass_turn(C: gl.constexpr):
         _named_barrier("bar.arrive 9, 256; mov.u32 $0, 0;")
     else:
         _named_barrier("bar.arrive 8, 256; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def declare_warp_barriers():
+    """Where a kernel that uses barriers for warps begins: the memory that they need.
+
+    Gluon has the warps of a group wait for each other before one thread arrives at a barrier for
+    all of them. At these every warp arrives for itself; they have numbers, up to 128. Bulk copies
+    want what follows to begin at a multiple of 1024 bytes.
+    """
+    gl.inline_asm_elementwise(
+        ".shared .align 1024 .b64 rfa_barriers[128]; mov.u32 $0, 0;",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def warp_barriers(FIRST: gl.constexpr, NUMBER: gl.constexpr, WARPS: gl.constexpr):
+    """Make barriers at which so many warps have to arrive, numbered from FIRST on."""
+    for i in gl.static_range(NUMBER):
+        gl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 at;
+            mov.u32 at, %tid.x;
+            setp.eq.u32 first, at, 0;
+            mov.u32 at, rfa_barriers;
+            mad.lo.u32 at, $1, 8, at;
+            @first mbarrier.init.shared.b64 [at], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,r,r", [gl.to_tensor(FIRST + i), gl.to_tensor(WARPS)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )
+
+
+@gluon.jit
+def warp_arrives(i):
+    """Each warp of this group arrives at barrier i."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one;
+        .reg .u32 at;
+        mov.u32 at, rfa_barriers;
+        mad.lo.u32 at, $1, 8, at;
+        elect.sync _|one, 0xffffffff;
+        @one mbarrier.arrive.shared.b64 _, [at];
+        mov.u32 $0, 0;
+        }""",
+        "=r,r", [gl.to_tensor(i)], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def wait_for_warps(i, phase):
+    """Until the phase of this parity of barrier i has ended."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred ended;
+        .reg .u32 at;
+        mov.u32 at, rfa_barriers;
+        mad.lo.u32 at, $1, 8, at;
+        again:
+        mbarrier.try_wait.parity.shared.b64 ended, [at], $2;
+        @!ended bra again;
+        mov.u32 $0, 0;
+        }""",
+        "=r,r,r", [gl.to_tensor(i), gl.to_tensor(phase)], dtype=gl.int32, is_pure=False, pack=1,
+    )
 
 
 @gluon.jit

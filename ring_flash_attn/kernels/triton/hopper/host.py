@@ -25,7 +25,7 @@ from ..launcher import (
     section,
 )
 from ..tables import Table, table
-from .stats import stats_kernel
+from .stats import prepare_kernel, stats_kernel
 
 VARIABLE, MARGIN = "RFA_HOPPER", "RFA_SM_MARGIN"
 _MAX_HEADDIM = 256
@@ -35,6 +35,7 @@ _COPIES = 4  # of what is known of rows
 _COUNTERS = 1024  # launches that may be under way together
 _REGISTERS = 168  # of a thread when a kernel begins; groups of warps exchange them later
 _ROWS = 256  # of a program of the small kernel
+_NUMBERS = 8192  # of out, of a program of the one that prepares the backward pass
 
 
 class Sizes(NamedTuple):
@@ -156,7 +157,7 @@ def forward(
             "RESULT": result is not out,
             "GUARD": work.short,
             "EVEN": dv == call.headdim_v,
-            "OWN": alone,  # else there are transfers, which may run on some multiprocessors
+            "ALONE": alone,  # else there are transfers, which may run on some multiprocessors
         },
         counter(q.device),
     )
@@ -176,10 +177,9 @@ def backward(
     dq = grads.dq
     direct = dq.dtype is torch.float32 and fit(dq) is dq
     if not direct:
-        dq = torch.zeros_like(dq, dtype=torch.float32, memory_format=torch.contiguous_format)
-    elif grads.fresh_q:
-        dq.zero_()
-    _by_keys(dout, q, k, v, tiles, row_stats(saved), dq, grads, call)
+        dq = torch.empty_like(dq, dtype=torch.float32, memory_format=torch.contiguous_format)
+    stats = row_stats(saved, dout, dq if not direct or grads.fresh_q else None)
+    _by_keys(dout, q, k, v, tiles, stats, dq, grads, call)
     if not direct:
         grads.dq.copy_(dq) if grads.fresh_q else grads.dq.add_(dq)
 
@@ -197,7 +197,7 @@ def ordered_backward(
     """The same, always in the same order: in two launches."""
     from .queries import queries_kernel
 
-    stats = row_stats(saved)
+    stats = row_stats(saved, dout, None)
     _by_keys(dout, q, k, v, tiles, stats, None, grads, call)
     d, dv = padded(call.headdim), padded(call.headdim_v)
     sizes = _QUERIES[max(64, d, dv)]
@@ -261,7 +261,8 @@ def _by_keys(
         call,
         call.nheads_k,
         {"d": call.headdim, "dv": call.headdim_v},
-        {
+        ({} if is_wide else {"OWN": grads.dk.dtype is not torch.float32})
+        | {
             "BLOCK_M": rows,
             "D": d,
             "DV": dv,
@@ -272,6 +273,7 @@ def _by_keys(
             "FRESH": grads.fresh_k,
             "DQ": dq is not None,
         },
+        None if is_wide else counter(q.device),
     )
 
 
@@ -286,22 +288,41 @@ def added(d: int, rows: int) -> tuple[int, int]:
     return (_HALF, d) if rows > _HALF else (rows, min(d // 2, _PIECE))
 
 
-def row_stats(saved: Saved) -> tuple[Tensor, Tensor]:
+def row_stats(saved: Saved, dout: Tensor, dq: Tensor | None) -> tuple[Tensor, Tensor]:
     """lse in base 2, +inf where no key was seen, and delta: (batch, head, copy, row).
 
     Bulk copies begin at multiples of 16 bytes, blocks at any row: so there are four, and the n-th
-    begins at row n.
+    begins at row n. Sets dq to zero if there is one.
     """
     batch, nheads, length = saved.lse.shape
     wide = -(-length // _COPIES) * _COPIES
     shape = (2, batch, nheads, _COPIES, wide)
     stats = torch.empty(shape, dtype=torch.float32, device=saved.lse.device)
+    if saved.out is not None:
+        prepare(saved.out, dout, saved.lse, stats, dq)
+        return stats[0], stats[1]
+    if dq is not None:
+        dq.zero_()
     count = -(-length // _ROWS)
     strides = (*saved.lse.stride(), *saved.delta.stride())
     numbers = (length, wide, nheads, count, *strides, _COPIES, _ROWS)
     tensors = (saved.lse, saved.delta, stats[0], stats[1])
     launch_plain(stats_kernel, count * batch * nheads, tensors, numbers)
     return stats[0], stats[1]
+
+
+def prepare(out: Tensor, dout: Tensor, lse: Tensor, stats: Tensor, dq: Tensor | None) -> None:
+    """What `row_stats` does, delta included, in one launch."""
+    zeros = out if dq is None else dq
+    batch, length, nheads, d = zeros.shape
+    dv = out.shape[-1]
+    widths = power_of_2(d), power_of_2(dv)
+    rows = _NUMBERS // max(widths)
+    count = -(-length // rows)
+    strides = (*out.stride()[:3], *dout.stride(), *lse.stride(), *zeros.stride()[:3])
+    numbers = (length, stats.shape[-1], nheads, d, dv, count, *strides, _COPIES, rows, *widths)
+    tensors = (out, dout, lse, stats[0], stats[1], zeros)
+    launch_plain(prepare_kernel, count * batch * nheads, tensors, (*numbers, dq is not None))
 
 
 def launch(
