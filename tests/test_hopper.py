@@ -39,6 +39,17 @@ CASES = {
     "one_key_more": replace(ONE, batch=(1, 200, 454), layout="contiguous", options=CAUSAL),
     "one_key_more_at_once": replace(ONE, batch=(1, 200, 326), layout="contiguous", options=CAUSAL),
     "more_queries": replace(ONE, batch=(1, 500, 200), dtype="fp16", options=CAUSAL),
+    "unseen_keys": replace(
+        ONE, batch=(2, 100, 700), layout="contiguous", options={**CAUSAL, "window_size": (150, 0)}
+    ),
+    "unseen_keys_128": replace(
+        ONE,
+        batch=(1, 100, 500),
+        layout="contiguous",
+        headdim=128,
+        headdim_v=128,
+        options={**CAUSAL, "window_size": (50, 0)},
+    ),
     "softcap": replace(ONE, batch=(1, 300, 300), options={"causal": True, "softcap": 2.0}),
     "documents": replace(
         SMALL, lengths=(700, 129, 64, 300), world_size=1, headdim=128, headdim_v=64

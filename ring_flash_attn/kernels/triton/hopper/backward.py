@@ -1,12 +1,17 @@
 """Backward on Hopper: one kernel for dQ, dK and dV.
 
-One program owns 128 keys of one KV head, 64 for each of two consumers, and walks through the blocks
-of queries that see them, of all query heads of its group: dK and dV stay in registers. Scores are
-computed the other way round, (keys, queries), so that p and ds are operands of dV and dK just as
-they are in registers. Only ds goes through shared memory, for dQ = ds' · k over the keys of both
-consumers, of which each computes half of the columns, or of the rows where a block has 128 queries
-(head dimension 64). A warp for each consumer has its half added to fp32 in memory by bulk copies,
-in no particular order.
+A piece of work is 128 keys of one KV head, 64 for each of two consumers, which walk through the
+blocks of queries that see them, of all query heads of the group: dK and dV stay in registers.
+Scores are computed the other way round, (keys, queries), so that p and ds are operands of dV and dK
+just as they are in registers. Only ds goes through shared memory, for dQ = ds' · k over the keys of
+both consumers, of which each computes half of the columns, or of the rows where a block has 128 queries (head dimension 64).
+A warp for each consumer has its half added to fp32 in memory by bulk copies, in no particular
+order.
+
+As in `forward.py`, a program does one piece of work after the other. While consumers end one, the
+next one's keys and first queries are loaded; its values as soon as nobody needs the last ones, for
+which there is no second place. dK and dV go to memory through where ds of a next block would be, or
+values were.
 
     producer      loads q, lse, dout, delta of block n + 1, n + 2 …
     consumer      S = k·q'  dP = v·dout'  ·p·  dV += p·dout  ·ds·  dQ of block n - 1   dK += ds·q
@@ -18,7 +23,10 @@ dQ of a block is computed one block later, so that no consumer waits for the oth
 dK is computed.
 
     barrier       who arrives       what it says
-    kv_full       bulk copies       the program's keys and values are there
+    item_full[b]  the producer      buffer b says which piece of work is next
+    item_empty[b] all others        they are done with it
+    k_full[b]     bulk copies       the keys of that piece are there; v_full: its values
+    k_empty[b]    consumers' warps  nobody reads these keys any more; v_empty
     q_full[s]     bulk copies       stage s holds queries and their lse; do_full[s]: dout and delta
     clear[s]      consumer 0        what lies behind the end of a short document is cleared
     empty[s]      consumers' warps  they are done with stage s: ds of its block is in shared memory,
@@ -80,7 +88,8 @@ from .pieces import (
 HALF = gl.constexpr(64)  # keys of a consumer
 EMPTY = gl.constexpr(0)  # the first of these barriers' numbers
 DQ_FULL = gl.constexpr(8)
-KV_EMPTY = gl.constexpr(10)
+K_EMPTY = gl.constexpr(10)
+V_EMPTY = gl.constexpr(12)
 
 
 @gluon.jit
@@ -112,27 +121,23 @@ def wait_for_block(n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(loads, w, batch, head_k, row):
-    """Load the w-th keys and values when those before are not needed any more."""
-    k_desc, v_desc, k_smem, v_smem, kv_full = loads[2], loads[3], loads[11], loads[12], loads[15]
-    wait_for_warps(KV_EMPTY, (w & 1) ^ 1)
-    full = kv_full.index(0)
-    mbarrier.expect(full, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+def load_halves(desc, batch, head, row, full, smem, first):
+    """Load what belongs to the program's keys, for each consumer."""
+    mbarrier.expect(full, 2 * desc.block_type.nbytes)
     for c in gl.static_range(2):
-        load_tile(k_desc, batch, head_k, row + c * HALF, full, k_smem.index(c), False)
-        load_tile(v_desc, batch, head_k, row + c * HALF, full, v_smem.index(c), False)
+        load_tile(desc, batch, head, row + c * HALF, full, smem.index(first + c), False)
 
 
 @gluon.jit
 def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr):
-    """Find pieces of work; load blocks of queries and dout with what is known of their rows.
+    """Find pieces of work; load keys and values, and blocks of queries with what is known of them.
 
-    Keys and values come behind the first of them, for which there is room sooner.
+    Values come behind the first queries, for which there is room sooner.
     """
     (
         q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, blocks_ptr, tiles_ptr, counter_ptr,
-        q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, do_full, item,
-        item_full, item_empty, nheads_k, group, count, section, items,
+        q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, k_full, v_full, q_full, do_full,
+        item, item_full, item_empty, nheads_k, group, count, section, items,
     ) = loads
     n, w, number = 0, 0, first_item(counter_ptr, items, OWN)
     while number < items:
@@ -143,6 +148,8 @@ def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexp
         mbarrier.wait(item_empty.index(w % 2), ((w // 2) & 1) ^ 1)
         tell(item.index(w % 2), (columns, row, batch, head_k, j0, first_tile, last_tile))
         mbarrier.arrive(item_full.index(w % 2))
+        wait_for_warps(K_EMPTY + w % 2, ((w // 2) & 1) ^ 1)
+        load_halves(k_desc, batch, head_k, row, k_full.index(w % 2), k_smem, w % 2 * 2)
         waiting = 1
         for member in range(group):
             head = head_k * group + member
@@ -161,11 +168,13 @@ def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexp
                     load_tile(do_desc, batch, head, at, full, do_smem.index(stage), False)
                     load_stats(delta_desc, batch, head, at, full, delta_smem.index(stage))
                     if waiting == 1:
-                        load_keys(loads, w, batch, head_k, row)
+                        wait_for_warps(V_EMPTY, (w & 1) ^ 1)
+                        load_halves(v_desc, batch, head_k, row, v_full.index(0), v_smem, 0)
                         waiting = 0
                     n += 1
         if waiting == 1:
-            load_keys(loads, w, batch, head_k, row)
+            wait_for_warps(V_EMPTY, (w & 1) ^ 1)
+            load_halves(v_desc, batch, head_k, row, v_full.index(0), v_smem, 0)
         number = next_item(counter_ptr, items, OWN)
         w += 1
     mbarrier.wait(item_empty.index(w % 2), ((w // 2) & 1) ^ 1)
@@ -203,14 +212,14 @@ def add(C: gl.constexpr, adds, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def half_dq(C: gl.constexpr, ds_smem, k_smem, dq_smem, buffer, zero):
+def half_dq(C: gl.constexpr, ds_smem, k_smem, dq_smem, buffer, keys):
     """Begin dQ = ds' · k over both consumers' keys, for this consumer's half of rows or columns."""
     ROWS: gl.constexpr = dq_smem.shape[1]
     COLUMNS: gl.constexpr = dq_smem.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for c in gl.static_range(2):
-        ds, k = ds_smem.index(2 * buffer + c), k_smem.index(c + zero)
+        ds, k = ds_smem.index(2 * buffer + c), k_smem.index(c + keys)
         if ds_smem.shape[2] > HALF:
             ds = ds.slice(C * ROWS, ROWS, dim=1)
         else:
@@ -247,8 +256,8 @@ def masked(x, tiles_ptr, tile, i, at, j0, C: gl.constexpr, BLOCK_M: gl.constexpr
 
 @gluon.jit
 def run(
-    dk, dv, n, first, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, v_smem,
-    shared, scale, softcap,
+    dk, dv, n, first, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, keys,
+    v_smem, shared, scale, softcap,
     C: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     SOFTCAP: gl.constexpr, GUARD: gl.constexpr, DQ: gl.constexpr,
 ):
@@ -271,7 +280,7 @@ def run(
         stage, phase = n % STAGES, (n // STAGES) & 1
         q, dout = q_smem.index(stage), do_smem.index(stage)
         zero = unknown_zero(n)
-        k, v = k_smem.index(C + zero), v_smem.index(C + zero)
+        k, v = k_smem.index(C + keys + zero), v_smem.index(C + zero)
         mbarrier.wait(q_full.index(stage), phase)
         if GUARD:
             mbarrier.wait(do_full.index(stage), phase)
@@ -309,7 +318,7 @@ def run(
             ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
         if DQ:
             wait_for_block(n - 1, STAGES)
-            dq_pending = half_dq(C, ds_smem, k_smem, dq_smem, (n & 1) ^ 1, zero)
+            dq_pending = half_dq(C, ds_smem, k_smem, dq_smem, (n & 1) ^ 1, keys + zero)
             dk_pending = warpgroup_mma(gl.convert_layout(ds, for_dk), q, dk, is_async=True)
             ds_smem.index(2 * (n & 1) + C).store(ds)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
@@ -353,8 +362,8 @@ def gradients(
 ):
     """dK and dV of 64 keys, and half of dQ; n counts blocks and w pieces of work."""
     (
-        dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, item, item_full, item_empty, group, scale,
-        softcap, d, dv_width, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
+        dk_ptr, dv_ptr, tiles_ptr, v_smem, k_full, item, item_full, item_empty, v_full, group,
+        scale, softcap, d, dv_width, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
     ) = given
     (
         q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, clear,
@@ -365,10 +374,12 @@ def gradients(
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     it = item.index(w % 2)
     columns, j0, first_tile, last_tile = told(it, 0), told(it, 4), told(it, 5), told(it, 6)
-    k, v = k_smem.index(C), v_smem.index(C)
+    keys = w % 2 * 2
+    k, v = k_smem.index(C + keys), v_smem.index(C)
     dk = gl.zeros([HALF, D], gl.float32, dk_layout)
     dv = gl.zeros([HALF, DV], gl.float32, dv_layout)
-    mbarrier.wait(kv_full.index(0), w & 1)
+    mbarrier.wait(k_full.index(w % 2), (w // 2) & 1)
+    mbarrier.wait(v_full.index(0), w & 1)
     if columns < (C + 1) * HALF:  # what lies there may be anything
         clear_from(k, columns - C * HALF)
         clear_from(v, columns - C * HALF)
@@ -381,15 +392,15 @@ def gradients(
             )
             dk, dv, n, there = run(
                 dk, dv, n, first, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0,
-                v_smem, shared, scale, softcap, C, BLOCK_M, D, DV, SOFTCAP, GUARD, DQ,
+                keys, v_smem, shared, scale, softcap, C, BLOCK_M, D, DV, SOFTCAP, GUARD, DQ,
             )
-    SPARE: gl.constexpr = DQ and BLOCK_M >= D
+    SPARE: gl.constexpr = DQ and BLOCK_M >= D  # there is room where ds of the next block will be
+    if SPARE:
+        warp_arrives(V_EMPTY)
     if DQ:
         wait_for_block(n - 1, STAGES)
-        dq = half_dq(C, ds_smem, k_smem, dq_smem, (n & 1) ^ 1, 0)
+        dq = half_dq(C, ds_smem, k_smem, dq_smem, (n & 1) ^ 1, keys)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        if SPARE:
-            warp_arrives(KV_EMPTY)
         put_dq(C, dq * scale, dq_smem, dq_empty, n, first, there, GUARD, BLOCK_M)
         fence_async_shared()
         if n > first:
@@ -404,7 +415,8 @@ def gradients(
         put(dk_ptr, dk * scale, v, C, columns, d, dk_row, FRESH, EVEN)
         put(dv_ptr, dv, v, C, columns, dv_width, dv_row, FRESH, EVEN)
         fence_async_shared()  # bulk copies come next to where they were
-        warp_arrives(KV_EMPTY)
+        warp_arrives(V_EMPTY)
+    warp_arrives(K_EMPTY + w % 2)
     mbarrier.arrive(item_empty.index(w % 2))
     return n
 
@@ -432,19 +444,20 @@ def backward_kernel(
     dq_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], gl.float32)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, DV], do_layout)
-    k_smem = gl.allocate_shared_memory(dtype, [2, HALF, D], k_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [4, HALF, D], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [2, HALF, DV], v_layout)
     lse_smem = stats_memory(lse_desc, STAGES)
     delta_smem = stats_memory(delta_desc, STAGES)
     ds_smem = gl.allocate_shared_memory(dtype, [BUFFERS, HALF, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS, PART], dq_layout)
-    kv_full = barriers(1, 1)
+    k_full, v_full = barriers(2, 1), barriers(1, 1)
     q_full, do_full, clear = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1)
     dq_empty = barriers(2, 1)
     declare_warp_barriers()
     warp_barriers(EMPTY, STAGES, 8)
     warp_barriers(DQ_FULL, 2, 4)
-    warp_barriers(KV_EMPTY, 1, 8)
+    warp_barriers(K_EMPTY, 2, 8)
+    warp_barriers(V_EMPTY, 1, 8)
     item = gl.allocate_shared_memory(gl.int32, [2, 16], flat)
     READERS: gl.constexpr = 4 if DQ else 2
     item_full, item_empty = barriers(2, 1), barriers(2, READERS)
@@ -454,14 +467,14 @@ def backward_kernel(
         dq_empty,
     )
     given = (
-        dk_ptr, dv_ptr, tiles_ptr, v_smem, kv_full, item, item_full, item_empty, group, scale,
-        softcap, d, dv, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
+        dk_ptr, dv_ptr, tiles_ptr, v_smem, k_full, item, item_full, item_empty, v_full, group,
+        scale, softcap, d, dv, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
     )
     adds = dq_desc, tiles_ptr, dq_smem, dq_empty, item, item_full, item_empty, group
     loads = (
         q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, blocks_ptr, tiles_ptr, counter_ptr,
-        q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, do_full, item,
-        item_full, item_empty, nheads_k, group, count, section, items,
+        q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, k_full, v_full, q_full, do_full,
+        item, item_full, item_empty, nheads_k, group, count, section, items,
     )
     if DQ:
         gl.warp_specialize(

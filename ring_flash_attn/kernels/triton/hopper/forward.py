@@ -8,7 +8,8 @@ A piece of work is 128 queries of one head, 64 for each consumer, which walks th
 their span like the portable kernel (`../forward.py`). A consumer hands the products of the next
 block, S = q · k', and of this one, p · v, to the tensor cores before it computes the next softmax;
 while it does that, the other one multiplies. They take turns at it: products of both at once would
-all come late.
+all come late. With narrow heads (64), whose products are short, a consumer passes the turn when its
+own are there, and warps release keys and values one by one.
 
 Most blocks need no new maximum: powers above the one that the row has are right as long as none
 is too large, which their sums tell. So a consumer's warp looks for a maximum in the first block, in
@@ -19,7 +20,8 @@ There is a program for each multiprocessor, which does one piece of work after t
 producer takes the next one from a counter in memory, tells the consumers, and loads it while they
 are still busy with the one before. So nobody waits for a program to start, the longest pieces come
 first, and of one that starts late, because something else runs on its multiprocessor, the others do
-all; where nothing else is to be expected (OWN) all but its first piece, which it need not ask for.
+all; where nothing else is to be expected, because there is but one launch (ALONE), all but its
+first piece, which it need not ask for.
 
     barrier         who arrives       what it says
     item_full[b]    the producer      buffer b says which piece of work is next
@@ -28,7 +30,7 @@ all; where nothing else is to be expected (OWN) all but its first piece, which i
     k_full[s]       a bulk copy       stage s holds a block of keys; v_full[s]: of values
     v_clear[s]      consumer 0        what lies behind the end of a short document is cleared
     k_empty[s]      both consumers    nobody reads stage s any more; v_empty[s]
-    turn of c       the other one     it has handed over its products; `await_turn`, `pass_turn`
+    turn of c       the other one     it has handed over its products, or has them
 
 Registers: the producer keeps 24 a thread, and the consumers have 240. With head dimension 128 a
 consumer's thread needs 64 for the output, 64 for scores and 32 for rounded probabilities.
@@ -353,19 +355,12 @@ def attend(
     acc = gl.zeros([HALF, DV], gl.float32, o_layout)
     lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
     if not ALONE:
-        is_first = (told(it, 7) & 1) != 0
+        goes_on = (told(it, 7) & 1) == 0
         out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
-        if SINK or not is_first:
-            lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
-        if not is_first:
-            acc = gl.load(out_ptrs, mask=there_o, other=0.0) * 8388608.0  # 2^CARRY
+        lse = gl.load(lse_ptrs, mask=there_s & (goes_on | SINK), other=float("-inf"))
+        acc = gl.load(out_ptrs, mask=there_o & goes_on, other=0.0)  # comes while S is computed
     elif SINK:
         lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
-    m = lse * LOG2E - CARRY
-    eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    known = gl.convert_layout(lse, gl.SliceLayout(1, eights))[:, None]
-    total = gl.zeros([HALF, 8], gl.float32, eights)
-    total = gl.where(known != float("-inf"), 1048576.0, total)  # 2^CARRY / 8
 
     # The first block.
     stage, phase_k = i % STAGES, (i // STAGES) & 1
@@ -380,6 +375,11 @@ def attend(
     pass_turn(C)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(K_EMPTY, k_empty, stage, NARROW)
+    m = lse * LOG2E - CARRY
+    eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    known = gl.convert_layout(lse, gl.SliceLayout(1, eights))[:, None]
+    total = gl.zeros([HALF, 8], gl.float32, eights)
+    total = gl.where(known != float("-inf"), 1048576.0, total)  # 2^CARRY / 8
     if SOFTCAP:
         s = capped(s, scale, softcap)
     partly = j + BLOCK_N > gl.minimum(k_len, i0 + C * HALF + high + 1)
@@ -389,7 +389,7 @@ def attend(
         s = masked(s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N, DV > 128)
     s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
     p = gl.convert_layout(s.to(dtype), p_layout)
-    acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+    acc = acc * (gl.convert_layout(rescale, o_rows) * 8388608.0)[:, None]  # 2^CARRY
     there = k_len - inside(j, k_len, BLOCK_N)  # rows of the block that belong to these keys
     j += BLOCK_N
     i += 1
