@@ -355,12 +355,19 @@ def attend(
     acc = gl.zeros([HALF, DV], gl.float32, o_layout)
     lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
     if not ALONE:
-        goes_on = (told(it, 7) & 1) == 0
+        is_first = (told(it, 7) & 1) != 0
         out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
-        lse = gl.load(lse_ptrs, mask=there_s & (goes_on | SINK), other=float("-inf"))
-        acc = gl.load(out_ptrs, mask=there_o & goes_on, other=0.0)  # comes while S is computed
+        if SINK or not is_first:
+            lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
+        if not is_first:
+            acc = gl.load(out_ptrs, mask=there_o, other=0.0) * 8388608.0  # 2^CARRY
     elif SINK:
         lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
+    m = lse * LOG2E - CARRY
+    eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    known = gl.convert_layout(lse, gl.SliceLayout(1, eights))[:, None]
+    total = gl.zeros([HALF, 8], gl.float32, eights)
+    total = gl.where(known != float("-inf"), 1048576.0, total)  # 2^CARRY / 8
 
     # The first block.
     stage, phase_k = i % STAGES, (i // STAGES) & 1
@@ -375,11 +382,6 @@ def attend(
     pass_turn(C)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(K_EMPTY, k_empty, stage, NARROW)
-    m = lse * LOG2E - CARRY
-    eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    known = gl.convert_layout(lse, gl.SliceLayout(1, eights))[:, None]
-    total = gl.zeros([HALF, 8], gl.float32, eights)
-    total = gl.where(known != float("-inf"), 1048576.0, total)  # 2^CARRY / 8
     if SOFTCAP:
         s = capped(s, scale, softcap)
     partly = j + BLOCK_N > gl.minimum(k_len, i0 + C * HALF + high + 1)
@@ -389,7 +391,7 @@ def attend(
         s = masked(s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N, DV > 128)
     s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
     p = gl.convert_layout(s.to(dtype), p_layout)
-    acc = acc * (gl.convert_layout(rescale, o_rows) * 8388608.0)[:, None]  # 2^CARRY
+    acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     there = k_len - inside(j, k_len, BLOCK_N)  # rows of the block that belong to these keys
     j += BLOCK_N
     i += 1
