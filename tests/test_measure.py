@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from typer.testing import CliRunner
 
 from ring_flash_attn.bench import peers
 from ring_flash_attn.bench.exact import exact
@@ -25,6 +26,7 @@ from ring_flash_attn.bench.machine import (
 from ring_flash_attn.bench.measure import measure
 from ring_flash_attn.bench.peers import Implementation, find_implementation
 from ring_flash_attn.bench.workload import PRESETS, Workload
+from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.oracle import Rules, oracle
 
 CPU = torch.device("cpu")
@@ -307,6 +309,14 @@ def test_the_backward_pass_alone_is_timed(
     enter(impostor(lambda *qkv: Slow.apply(good(*qkv))))
     rows = measure(["impostor"], SMALL, CPU, kind="bench", repeats=2)
     assert [row.ms for row in rows] == [3000.0, 4000.0, 7000.0]
+
+
+def test_graphs_need_a_gpu() -> None:
+    with pytest.raises(ValueError, match="CUDA graphs need a GPU, not cpu"):
+        measure(["reference"], SMALL, CPU, kind="compare", graphs=True)
+    shown = CliRunner().invoke(app, ["compare", "reference", "--graphs", "--device", "cpu"])
+    assert shown.exit_code == 2
+    assert "CUDA graphs need a GPU" in shown.output
 
 
 def test_no_repeats_are_refused() -> None:

@@ -44,6 +44,21 @@ def test_all_that_are_here_agree(causal: bool, window: tuple[int, int]) -> None:
             assert each["relative"] < limit, (row.implementation, tensor, each)
 
 
+def test_graphs_are_as_fast_as_calls_that_are_queued() -> None:
+    workload = Workload(4, 4096, 16, 16, 128, True, (-1, -1), torch.bfloat16)
+    names = ["triton", "cudnn"]
+    times = []
+    for graphs in (False, True):
+        rows = measure(names, workload, CUDA, kind="compare", repeats=5, graphs=graphs, errors=True)
+        assert [row.failed for row in rows] == [None] * 6
+        times.append([row.ms for row in rows])
+        assert all(each["relative"] < 5e-2 for row in rows for each in row.errors.values())
+    for queued, replayed in zip(*times, strict=True):
+        assert queued
+        assert replayed
+        assert 0.7 < replayed / queued < 1.2
+
+
 def test_one_that_needs_too_much_memory_says_so() -> None:
     """Scores of 64 × 2 × 65,536² in bf16 are 1 TiB."""
     workload = Workload(2, 65536, 64, 64, 64, False, (-1, -1), torch.bfloat16)

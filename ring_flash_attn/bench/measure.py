@@ -15,7 +15,16 @@ from ..attention import QKV
 from .exact import TENSORS, Exact, exact
 from .peers import Attention, Implementation, find_implementation
 from .results import BACKWARD, BOTH, FORWARD, PASSES, Row
-from .timing import Prepared, Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
+from .timing import (
+    WARM_UP,
+    Prepared,
+    Samples,
+    Stopwatch,
+    Work,
+    interleaved,
+    on_device,
+    peak_bytes,
+)
 from .workload import BACKWARD_FLOPS, Workload
 
 CANNOT = "cannot: "  # begins the reasons of one that was not tried
@@ -33,6 +42,7 @@ def measure(
     repeats: int = 30,
     grad: bool = True,
     errors: bool = False,
+    graphs: bool = False,
     report: Report = lambda line: None,
 ) -> list[Row]:
     """Time implementations in interleaved rounds.
@@ -44,23 +54,26 @@ def measure(
         repeats: rounds; short passes have several runs in each.
         grad: backward, and forward and backward together, as well.
         errors: compare out (and gradients) with fp64.
+        graphs: time CUDA graphs, which are free of the host's time and its disturbances.
         report: is told what is being done.
 
     Returns:
         A row for each implementation and pass; of one that cannot do it, or fails, they say why.
 
     Raises:
-        ValueError: there is no such implementation, or repeats is no positive number.
+        ValueError: there is no such implementation, repeats is no positive number, or there are
+            no graphs on the device.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be positive, not {repeats}")
+    check_graphs(graphs, device)
     found = {each.name: each for each in find_all(names, workload, device)}
     passes = PASSES if grad else (FORWARD,)
     contenders = [_Contender(name) for name in found]
     _clear(device)
     with on_device(device):
         try:
-            stage = _Stage(workload, device, passes, report)
+            stage = _Stage(workload, device, passes, graphs, report)
             samples = stage.run(contenders, found, repeats, errors)
         except Exception as error:  # whatever it is: the next workload may do
             samples = {}
@@ -70,6 +83,12 @@ def measure(
             for each in contenders:
                 each.works.clear()  # they hold the tensors, and the contender itself
     return [row for each in contenders for row in each.rows(kind, workload, passes, samples)]
+
+
+def check_graphs(graphs: bool, device: torch.device) -> None:
+    """Raise ValueError if there are to be some, and can be none."""
+    if graphs and device.type != "cuda":
+        raise ValueError(f"CUDA graphs need a GPU, not {device}")
 
 
 def find_all(
@@ -153,10 +172,15 @@ class _Stage:
     """Tensors that all contenders share."""
 
     def __init__(
-        self, workload: Workload, device: torch.device, passes: Sequence[str], report: Report
+        self,
+        workload: Workload,
+        device: torch.device,
+        passes: Sequence[str],
+        graphs: bool,
+        report: Report,
     ) -> None:
         self._workload, self._device, self._passes = workload, device, passes
-        self._report = report
+        self._graphs, self._report = graphs, report
         qkv, self._dout = workload.tensors(device)
         q, k, v = (x.requires_grad_(len(passes) > 1) for x in qkv)
         self._leaves: QKV = (q, k, v)
@@ -204,6 +228,9 @@ class _Stage:
             if self._device.type != "cuda":
                 works[each]()
             contender.works[each] = contender.guarded(works[each])
+        if self._graphs:
+            captured = self._captured(attention)
+            contender.works = {each: contender.guarded(work) for each, work in captured.items()}
 
     def _works(self, attention: Attention) -> dict[str, Work]:
         leaves, dout = self._leaves, self._dout
@@ -221,6 +248,22 @@ class _Stage:
             return out, torch.autograd.grad(out, leaves, dout)
 
         return {FORWARD: forward, BACKWARD: Prepared(backward), BOTH: both}
+
+    def _captured(self, attention: Attention) -> dict[str, Work]:
+        """The same as graphs."""
+        leaves, dout = self._leaves, self._dout
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        works, captured = self._works(attention), {}
+        with torch.cuda.stream(stream):  # gradients are computed where the forward pass was
+            out = attention(*leaves)
+        works[BACKWARD] = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        for each in self._passes:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    works[each]()
+            captured[each] = _capture(works[each], stream)
+        return captured
 
     def _compare(self, contenders: Sequence[_Contender]) -> None:
         """Find the errors; times stay if that fails."""
@@ -241,6 +284,20 @@ class _Stage:
             grads = torch.autograd.grad(out, self._leaves, self._dout)
             got |= dict(zip(TENSORS[1:], grads, strict=True))
         return right.errors(got)
+
+
+def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
+    """A graph of it, with the tensors that it writes to."""
+    graph = torch.cuda.CUDAGraph()
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        results = work()
+
+    def replay() -> object:
+        graph.replay()
+        return results
+
+    return replay
 
 
 def _nothing() -> None:

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.machine import device_name, find_device, measure_peak
-from ..bench.measure import CANNOT, find_all, measure
+from ..bench.measure import CANNOT, check_graphs, find_all, measure
 from ..bench.peers import find_implementation, implementation_names
 from ..bench.results import COMPARE, FORWARD, Row, check_output
 from ..bench.workload import Workload
 from .measuring import (
     ON_CPU,
     Device,
+    Graphs,
     JsonFile,
     NoGrad,
     Repeats,
@@ -69,6 +70,7 @@ def compare(
         bool, typer.Option("--errors/--no-errors", help="Compare results with fp64.")
     ] = True,
     repeats: Repeats = None,
+    graphs: Graphs = False,
     no_grad: NoGrad = False,
     device: Device = None,
     json_file: JsonFile = None,
@@ -88,6 +90,7 @@ def compare(
     try:
         check_output(json_file)
         where = find_device(device, "a comparison")
+        check_graphs(graphs, where)
         workloads = make_workloads(preset, numbers, causal, window, dtype)
         asked = [*(names or implementation_names()), *([versus] if versus else [])]
         for each in workloads:
@@ -112,6 +115,7 @@ def compare(
                     repeats=rounds,
                     grad=grad,
                     errors=errors,
+                    graphs=graphs,
                     report=say,
                 )
                 base = find_implementation(versus, each, where).name if versus else None
@@ -120,7 +124,8 @@ def compare(
                 advance()
     finally:  # what is there is written, even if the user has had enough
         if rows:
-            write(console, make_results(rows, where, {"repeats": rounds}, peak), json_file)
+            settings = {"repeats": rounds, "graphs": graphs}
+            write(console, make_results(rows, where, settings, peak), json_file)
     if where.type == "cpu":
         console.print(ON_CPU)
     raise typer.Exit(int(all(row.failed is not None for row in rows)))

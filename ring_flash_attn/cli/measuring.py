@@ -28,6 +28,9 @@ Advance = Callable[[], None]
 Repeats = Annotated[
     int | None, typer.Option(min=1, help="Rounds; by default 30 on a GPU, 5 on the CPU.")
 ]
+Graphs = Annotated[
+    bool, typer.Option("--graphs", help="Time CUDA graphs: the GPU alone, whatever the host does.")
+]
 NoGrad = Annotated[bool, typer.Option("--no-grad", help="Forward only.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU.")

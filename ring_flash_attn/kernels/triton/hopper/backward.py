@@ -4,9 +4,9 @@ A piece of work is 128 keys of one KV head, 64 for each of two consumers, which 
 blocks of queries that see them, of all query heads of the group: dK and dV stay in registers.
 Scores are computed the other way round, (keys, queries), so that p and ds are operands of dV and dK
 just as they are in registers. Only ds goes through shared memory, for dQ = ds' · k over the keys of
-both consumers, of which each computes half of the columns, or of the rows where a block has 128 queries (head dimension 64).
-A warp for each consumer has its half added to fp32 in memory by bulk copies, in no particular
-order.
+both consumers, of which each computes half of the columns, or of the rows where a block has 128
+queries (head dimension 64). A warp for each consumer has its half added to fp32 in memory by bulk
+copies, in no particular order.
 
 As in `forward.py`, a program does one piece of work after the other. While consumers end one, the
 next one's keys and first queries are loaded; its values as soon as nobody needs the last ones, for
