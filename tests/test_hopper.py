@@ -60,6 +60,7 @@ CASES = {
     ),
     "short_documents": SMALL,
     "sink": replace(SMALL, sink=True, dtype="bf16"),
+    "sink_alone": replace(ONE, batch=(1, 70, 70), sink=True, options=CAUSAL),
     "stripe": replace(SMALL, batch=(2, 300, 300), layout="stripe", dtype="bf16"),
     "all_gather": replace(
         SMALL, route="all_gather", layout="flat_zigzag", options={**CAUSAL, "heads_k_stride": 1}
