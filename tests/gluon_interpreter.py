@@ -505,6 +505,7 @@ def install() -> None:
         thread_barrier=_nothing,
         await_turn=await_turn,
         pass_turn=pass_turn,
+        prefetch=lambda ptrs: ptrs.at(None),
         declare_vote=_nothing,
         declare_warp_barriers=_nothing,
         warp_barriers=warp_barriers,

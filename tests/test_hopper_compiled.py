@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 SHARED = 226 * 1024  # of 227 KiB one is for barriers of warps
 FORWARD = {"WINDOW": False, "SOFTCAP": False, "SINK": False, "GUARD": False}
-FORWARD |= {"RESULT": True, "ALONE": True}
+FORWARD |= {"RESULT": True, "ALONE": True, "HALVES": False}
 CARRIED = {"RESULT": False, "ALONE": False}
 BACKWARD = {"SOFTCAP": False, "GUARD": False, "FRESH": True}
 
@@ -42,6 +42,7 @@ CASES = [
     Case("forward", 256, 128),
     Case("forward", 128, dtype="fp16", flags={"WINDOW": True, "SINK": True, **CARRIED}),
     Case("forward", 128, flags={"ALONE": False}),
+    Case("forward", 128, flags={"GUARD": True, "HALVES": True, **CARRIED}),
     Case("forward", 64, flags={"SOFTCAP": True, "GUARD": True}),
     *(Case("backward", d) for d in (32, 64, 128)),
     Case("backward", 256, flags={"DQ": False}),

@@ -195,7 +195,7 @@ def keys_kernel(
 ):
     """dK and dV of BLOCK_N keys of one KV head: all query heads of its group, all tiles."""
     block, pair = place(count, section)
-    entry = blocks_ptr + block * 12
+    entry = blocks_ptr + block * 16
     row, columns, j0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     first_tile, last_tile = tl.load(entry + 3), tl.load(entry + 4)
     position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
@@ -326,7 +326,7 @@ def queries_kernel(
 ):
     """dQ of BLOCK_M queries of one head: all tiles of the span."""
     block, pair = place(count, section)
-    entry = blocks_ptr + block * 12
+    entry = blocks_ptr + block * 16
     row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     tile, last_tile = tl.load(entry + 3), tl.load(entry + 4)
     position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)

@@ -125,7 +125,7 @@ def forward_kernel(
 ):
     """Output and lse of BLOCK_M queries of one head: all tiles of the span."""
     block, pair = place(count, section)
-    entry = blocks_ptr + block * 12
+    entry = blocks_ptr + block * 16
     row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     tile, last_tile, flags = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
     position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)

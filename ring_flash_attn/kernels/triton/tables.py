@@ -17,9 +17,9 @@ from ...layout import Span
 from ...tiles import Tile
 from ..base import to_device
 
-BLOCK_COLUMNS, TILE_COLUMNS = 12, 8
 FIRST, LAST = 1, 2
-_KEPT = 512  # tables; 48 bytes for each block, so a few kilobytes as a rule
+_MUCH = 20  # a twentieth: to ask costs 2 % of the time, and may save nearly half
+_KEPT = 512  # tables; 64 bytes for each block, so a few kilobytes as a rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,14 @@ class Table:
     """What a launch reads.
 
     Attributes:
-        blocks: (programs, 12) int32: row, rows, number of the first row in its span, first tile,
-            one past the last tile, flags, position, token, stride.
+        blocks: (programs, 16) int32: row, rows, number of the first row in its span, first tile
+            of which they see something, one past the last, flags, position, token, stride; from
+            the 12th on, the first four numbers of that tile.
         tiles: (tiles, 8) int32: row of the other side, its length, low, high, position, token.
         windowed: some tile's band starts inside: there is an edge on the left.
         short: some other side is shorter than a block.
         level: all programs have as much to do.
+        halves: much of the work is in blocks that have no more than half of their rows.
     """
 
     blocks: Tensor
@@ -40,6 +42,7 @@ class Table:
     windowed: bool
     short: bool
     level: bool
+    halves: bool
 
 
 _tables: dict[tuple[object, ...], tuple[Sequence[Tile], Table]] = {}
@@ -89,10 +92,14 @@ def _build(
         for i in range(0, own.length, block):
             rows = min(block, own.length - i)
             position, token = own.position + i * own.stride, own.index + i * own.stride
-            row = [own.start + i, rows, i, begin, len(others), flags, position, token, own.stride]
-            blocks.append([*row, 0, 0, 0])
-            work.append(sum(_columns(i, rows, item) for item in items))
+            seen = [_columns(i, rows, item) for item in items]
+            some = [begin + n for n, columns in enumerate(seen) if columns] or [begin]
+            walk = some[0], some[-1] + 1
+            row = [own.start + i, rows, i, *walk, flags, position, token, own.stride]
+            blocks.append([*row, 0, 0, 0, *others[row[3]][:4]])
+            work.append(sum(seen))
     order = sorted(range(len(blocks)), key=lambda n: -work[n])  # the longest first
+    in_halves = sum(n for row, n in zip(blocks, work, strict=True) if 2 * row[1] <= block)
     windowed = any(tile.low > 1 - tile.query.length for tile in tiles)
     return Table(
         _on(device, [blocks[n] for n in order]),
@@ -100,6 +107,7 @@ def _build(
         windowed,
         any(other[1] < loop for other in others),
         len(set(work)) == 1,
+        in_halves * _MUCH > sum(work),
     )
 
 

@@ -24,11 +24,10 @@ dK is computed.
 
     barrier       who arrives       what it says
     item_full[b]  the producer      buffer b says which piece of work is next
-    item_empty[b] all others        they are done with it
+    item_empty[b] all others        they are done with it, and with its keys
     k_full[b]     bulk copies       the keys of that piece are there; v_full: its values
-    k_empty[b]    consumers' warps  nobody reads these keys any more; v_empty
+    v_empty       consumers' warps  nobody reads these values any more
     q_full[s]     bulk copies       stage s holds queries and their lse; do_full[s]: dout and delta
-    clear[s]      consumer 0        what lies behind the end of a short document is cleared
     empty[s]      consumers' warps  they are done with stage s: ds of its block is in shared memory,
                                     and nobody reads ds of the block before any more
     dq_full[c]    c's warps         consumer c's half of dQ of a block is in shared memory
@@ -66,8 +65,8 @@ from .pieces import (
     ANY_NUMBER,
     barriers,
     begin_of,
-    clear_behind,
     clear_from,
+    clear_short,
     first_item,
     in_band,
     load_stats,
@@ -82,14 +81,14 @@ from .pieces import (
     stats_of,
     tell,
     told,
+    told_by_copy,
     unknown_zero,
 )
 
 HALF = gl.constexpr(64)  # keys of a consumer
 EMPTY = gl.constexpr(0)  # the first of these barriers' numbers
 DQ_FULL = gl.constexpr(8)
-K_EMPTY = gl.constexpr(10)
-V_EMPTY = gl.constexpr(12)
+V_EMPTY = gl.constexpr(10)
 
 
 @gluon.jit
@@ -129,7 +128,9 @@ def load_halves(desc, batch, head, row, full, smem, first):
 
 
 @gluon.jit
-def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexpr):
+def produce(
+    loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, GUARD: gl.constexpr, OWN: gl.constexpr
+):
     """Find pieces of work; load keys and values, and blocks of queries with what is known of them.
 
     Values come behind the first queries, for which there is room sooner.
@@ -139,34 +140,40 @@ def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, OWN: gl.constexp
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, k_full, v_full, q_full, do_full,
         item, item_full, item_empty, nheads_k, group, count, section, items,
     ) = loads
-    n, w, number = 0, 0, first_item(counter_ptr, items, OWN)
+    n, w, shorts, number = 0, 0, 0, first_item(counter_ptr, items, OWN)
     while number < items:
         block, pair = place(number, items // count, count, section)
-        row, columns, j0, first_tile = scalars(blocks_ptr + block * 12)
-        last_tile = gl.load(blocks_ptr + block * 12 + 4)
+        row, columns, j0, first_tile = scalars(blocks_ptr + block * 16)
+        last_tile = gl.load(blocks_ptr + block * 16 + 4)
         batch, head_k = pair // nheads_k, pair % nheads_k
         mbarrier.wait(item_empty.index(w % 2), ((w // 2) & 1) ^ 1)
         tell(item.index(w % 2), (columns, row, batch, head_k, j0, first_tile, last_tile))
         mbarrier.arrive(item_full.index(w % 2))
-        wait_for_warps(K_EMPTY + w % 2, ((w // 2) & 1) ^ 1)
         load_halves(k_desc, batch, head_k, row, k_full.index(w % 2), k_smem, w % 2 * 2)
         waiting = 1
         for member in range(group):
             head = head_k * group + member
             for tile in range(first_tile, last_tile):
-                begin, _, _, end, last, _ = span_of(tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M)
+                begin, _, _, end, last, q_len = span_of(
+                    tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M
+                )
                 for i in range(begin, end, BLOCK_M):
                     at = gl.minimum(i, last)
                     stage, phase = n % STAGES, (n // STAGES) & 1
                     wait_for_warps(EMPTY + stage, phase ^ 1)
-                    full = q_full.index(stage)
+                    full = told_by_copy(stage, q_len, q_full, BLOCK_M, GUARD)
                     mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
                     load_tile(q_desc, batch, head, at, full, q_smem.index(stage), False)
                     load_stats(lse_desc, batch, head, at, full, lse_smem.index(stage))
-                    full = do_full.index(stage)
+                    full = told_by_copy(stage, q_len, do_full, BLOCK_M, GUARD)
                     mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
                     load_tile(do_desc, batch, head, at, full, do_smem.index(stage), False)
                     load_stats(delta_desc, batch, head, at, full, delta_smem.index(stage))
+                    if GUARD:
+                        clear_short(q_len, shorts, stage, q_full, (q_smem.index(stage),))
+                        shorts = clear_short(
+                            q_len, shorts, stage, do_full, (do_smem.index(stage),)
+                        )
                     if waiting == 1:
                         wait_for_warps(V_EMPTY, (w & 1) ^ 1)
                         load_halves(v_desc, batch, head_k, row, v_full.index(0), v_smem, 0)
@@ -267,8 +274,7 @@ def run(
     than all. Returns that of the last one, too.
     """
     (
-        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, clear,
-        dq_empty,
+        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, dq_empty,
     ) = shared
     STAGES: gl.constexpr = q_smem.shape[0]
     dtype: gl.constexpr = k_smem.dtype
@@ -282,15 +288,11 @@ def run(
         zero = unknown_zero(n)
         k, v = k_smem.index(C + keys + zero), v_smem.index(C + zero)
         mbarrier.wait(q_full.index(stage), phase)
-        if GUARD:
-            mbarrier.wait(do_full.index(stage), phase)
-            clear_behind(C, (q, dout), q_len, clear, n)  # may be anything
         s = warpgroup_mma(
             k, q.permute((1, 0)), gl.zeros([HALF, BLOCK_M], gl.float32, s_layout), use_acc=False,
             is_async=True,
         )
-        if not GUARD:
-            mbarrier.wait(do_full.index(stage), phase)
+        mbarrier.wait(do_full.index(stage), phase)
         dp = warpgroup_mma(
             v, dout.permute((1, 0)), gl.zeros([HALF, BLOCK_M], gl.float32, s_layout), use_acc=False,
             is_async=True,
@@ -366,8 +368,7 @@ def gradients(
         scale, softcap, d, dv_width, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
     ) = given
     (
-        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, clear,
-        dq_empty,
+        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, dq_empty,
     ) = shared
     STAGES: gl.constexpr = q_smem.shape[0]
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -416,7 +417,6 @@ def gradients(
         put(dv_ptr, dv, v, C, columns, dv_width, dv_row, FRESH, EVEN)
         fence_async_shared()  # bulk copies come next to where they were
         warp_arrives(V_EMPTY)
-    warp_arrives(K_EMPTY + w % 2)
     mbarrier.arrive(item_empty.index(w % 2))
     return n
 
@@ -451,20 +451,19 @@ def backward_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [BUFFERS, HALF, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS, PART], dq_layout)
     k_full, v_full = barriers(2, 1), barriers(1, 1)
-    q_full, do_full, clear = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1)
+    FULL: gl.constexpr = STAGES + 1 if GUARD else STAGES
+    q_full, do_full = barriers(FULL, 1), barriers(FULL, 1)
     dq_empty = barriers(2, 1)
     declare_warp_barriers()
     warp_barriers(EMPTY, STAGES, 8)
     warp_barriers(DQ_FULL, 2, 4)
-    warp_barriers(K_EMPTY, 2, 8)
     warp_barriers(V_EMPTY, 1, 8)
     item = gl.allocate_shared_memory(gl.int32, [2, 16], flat)
     READERS: gl.constexpr = 4 if DQ else 2
     item_full, item_empty = barriers(2, 1), barriers(2, READERS)
 
     shared = (
-        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, clear,
-        dq_empty,
+        q_smem, do_smem, k_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, do_full, dq_empty,
     )
     given = (
         dk_ptr, dv_ptr, tiles_ptr, v_smem, k_full, item, item_full, item_empty, v_full, group,
@@ -481,7 +480,7 @@ def backward_kernel(
             [
                 (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
                 (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-                (produce, (loads, BLOCK_M, STAGES, OWN)),
+                (produce, (loads, BLOCK_M, STAGES, GUARD, OWN)),
                 (add, (0, adds, BLOCK_M)),
                 (add, (1, adds, BLOCK_M)),
             ],
@@ -492,7 +491,7 @@ def backward_kernel(
             [
                 (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
                 (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-                (produce, (loads, BLOCK_M, STAGES, OWN)),
+                (produce, (loads, BLOCK_M, STAGES, GUARD, OWN)),
             ],
             [4, 1], [240, 24],
         )

@@ -13,7 +13,6 @@ so hands it to the producer in two pieces.
     kv_full       bulk copies       the program's keys and values are there
     ready         consumer 0        what lies behind them has been cleared
     q_full[s]     bulk copies       stage s holds queries and their lse; do_full: dout and delta
-    clear[s]      consumer 0        what lies behind the end of a short document is cleared
     q_empty[s]    both consumers    nobody reads stage s any more; do_empty
     dq_full       both consumers    a piece of dQ is in shared memory
     dq_empty      the producer      it has been added to memory
@@ -36,8 +35,8 @@ from .gluon import (
 from .pieces import (
     ANY_NUMBER,
     barriers,
-    clear_behind,
     clear_from,
+    clear_short,
     load_stats,
     of_document,
     place,
@@ -47,6 +46,7 @@ from .pieces import (
     score_gradients,
     stats_memory,
     stats_of,
+    told_by_copy,
     unknown_zero,
 )
 
@@ -65,7 +65,10 @@ def add_dq(dq_desc, dq_smem, dq_full, dq_empty, number, batch, head, row, DH: gl
 
 
 @gluon.jit
-def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DH: gl.constexpr, DQ: gl.constexpr):
+def produce(
+    loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DH: gl.constexpr, GUARD: gl.constexpr,
+    DQ: gl.constexpr,
+):
     """Load keys and values, then blocks of queries and dout with what is known of their rows."""
     (
         q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, tiles_ptr, q_smem, do_smem,
@@ -75,17 +78,17 @@ def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DH: gl.constexpr
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     load_tile(k_desc, batch, head_k, row, kv_full.index(0), k_smem.index(0), False)
     load_tile(v_desc, batch, head_k, row, kv_full.index(0), v_smem.index(0), False)
-    n = 0
+    n, shorts = 0, 0
     head1, row1, head2, row2 = 0, 0, 0, 0  # of the last two blocks
     for member in range(group):
         head = head_k * group + member
         for tile in range(first_tile, last_tile):
-            begin, _, _, end, last, _ = span_of(tiles_ptr, tile, j0, columns, HALF, BLOCK_M)
+            begin, _, _, end, last, q_len = span_of(tiles_ptr, tile, j0, columns, HALF, BLOCK_M)
             for i in range(begin, end, BLOCK_M):
                 at = gl.minimum(i, last)
                 stage, phase = n % STAGES, (n // STAGES) & 1
                 mbarrier.wait(q_empty.index(stage), phase ^ 1)
-                full = q_full.index(stage)
+                full = told_by_copy(stage, q_len, q_full, BLOCK_M, GUARD)
                 mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
                 load_tile(q_desc, batch, head, at, full, q_smem.index(stage), False)
                 load_stats(lse_desc, batch, head, at, full, lse_smem.index(stage))
@@ -94,10 +97,13 @@ def produce(loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DH: gl.constexpr
                         add_dq(dq_desc, dq_smem, dq_full, dq_empty, n - 2, batch, head2, row2, DH)
                     head2, row2, head1, row1 = head1, row1, head, at
                 mbarrier.wait(do_empty.index(0), (n & 1) ^ 1)
-                full = do_full.index(0)
+                full = told_by_copy(0, q_len, do_full, BLOCK_M, GUARD)
                 mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
                 load_tile(do_desc, batch, head, at, full, do_smem.index(0), False)
                 load_stats(delta_desc, batch, head, at, full, delta_smem.index(0))
+                if GUARD:
+                    clear_short(q_len, shorts, stage, q_full, (q_smem.index(stage),))
+                    shorts = clear_short(q_len, shorts, 0, do_full, (do_smem.index(0),))
                 n += 1
     if DQ:
         if n > 1:
@@ -138,7 +144,7 @@ def run(
     """Add the queries in rows begin … end, in blocks; n counts all blocks."""
     (
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty,
-        do_full, do_empty, clear, dq_full, dq_empty,
+        do_full, do_empty, dq_full, dq_empty,
     ) = shared
     STAGES: gl.constexpr = q_smem.shape[0]
     DH: gl.constexpr = dk.shape[1]
@@ -154,15 +160,11 @@ def run(
         q, dout = q_smem.index(stage), do_smem.index(zero)
         k, v, own_ds = k_smem.index(zero), v_smem.index(zero), ds_smem.index(C + zero)
         mbarrier.wait(q_full.index(stage), phase)
-        if GUARD:
-            mbarrier.wait(do_full.index(0), n & 1)
-            clear_behind(C, (q, dout), q_len, clear, n)  # may be anything
         s = warpgroup_mma(
             k, q.permute((1, 0)), gl.zeros([HALF, BLOCK_M], gl.float32, s_layout), use_acc=False,
             is_async=True,
         )
-        if not GUARD:
-            mbarrier.wait(do_full.index(0), n & 1)
+        mbarrier.wait(do_full.index(0), n & 1)
         dp = warpgroup_mma(
             v, dout.permute((1, 0)), gl.zeros([HALF, BLOCK_M], gl.float32, s_layout), use_acc=False,
             is_async=True,
@@ -213,7 +215,7 @@ def consume(
     ) = given
     (
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty,
-        do_full, do_empty, clear, dq_full, dq_empty,
+        do_full, do_empty, dq_full, dq_empty,
     ) = shared
     DH: gl.constexpr = D // 2
     DVH: gl.constexpr = DV // 2
@@ -269,12 +271,13 @@ def backward_wide_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, PIECE], dq_layout)
     kv_full, ready = barriers(1, 1), barriers(1, 1)
-    q_full, clear, q_empty = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 2)
-    do_full, do_empty = barriers(1, 1), barriers(1, 2)
+    MORE: gl.constexpr = 1 if GUARD else 0
+    q_full, q_empty = barriers(STAGES + MORE, 1), barriers(STAGES, 2)
+    do_full, do_empty = barriers(1 + MORE, 1), barriers(1, 2)
     dq_full, dq_empty = barriers(1, 2), barriers(1, 1)
 
     block, pair = place(gl.program_id(0), gl.num_programs(0) // count, count, section)
-    entry = blocks_ptr + block * 12
+    entry = blocks_ptr + block * 16
     row, columns, j0, first_tile = scalars(entry)
     last_tile = gl.load(entry + 4)
     batch, head_k = pair // nheads_k, pair % nheads_k
@@ -283,7 +286,7 @@ def backward_wide_kernel(
     dv_ptr += batch64 * dv_batch + head_k * dv_head + row64 * dv_row
     shared = (
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty,
-        do_full, do_empty, clear, dq_full, dq_empty,
+        do_full, do_empty, dq_full, dq_empty,
     )
     given = (
         dk_ptr, dv_ptr, tiles_ptr, kv_full, ready, group, j0, columns, first_tile, last_tile, scale,
@@ -298,7 +301,7 @@ def backward_wide_kernel(
         [
             (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
             (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-            (produce, (loads, BLOCK_M, STAGES, D // 2, DQ)),
+            (produce, (loads, BLOCK_M, STAGES, D // 2, GUARD, DQ)),
         ],
         [4, 4], [240, 24],
     )

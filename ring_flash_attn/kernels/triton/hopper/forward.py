@@ -21,14 +21,18 @@ producer takes the next one from a counter in memory, tells the consumers, and l
 are still busy with the one before. So nobody waits for a program to start, the longest pieces come
 first, and of one that starts late, because something else runs on its multiprocessor, the others do
 all; where nothing else is to be expected, because there is but one launch (ALONE), all but its
-first piece, which it need not ask for.
+first piece, which it need not ask for. Where a state is carried, the producer also has the cache
+fetch the one that the next piece goes on from.
+
+Of a piece with at most 64 queries consumer 1 has none. Where many are like that (HALVES), it does
+no more for them than keep step.
 
     barrier         who arrives       what it says
     item_full[b]    the producer      buffer b says which piece of work is next
     item_empty[b]   both consumers    they are done with it, and with its queries
     q_full[b, c]    a bulk copy       consumer c's queries of that piece are there
-    k_full[s]       a bulk copy       stage s holds a block of keys; v_full[s]: of values
-    v_clear[s]      consumer 0        what lies behind the end of a short document is cleared
+    k_full[s]       a bulk copy       stage s holds a block of keys; v_full[s]: of values (for short
+                                      documents the producer arrives: see `told_by_copy`)
     k_empty[s]      both consumers    nobody reads stage s any more; v_empty[s]
     turn of c       the other one     it has handed over its products, or has them
 
@@ -48,6 +52,7 @@ from .gluon import (
     load_tile,
     mbarrier,
     pass_turn,
+    prefetch,
     vote_above,
     wait_for_warps,
     warp_arrives,
@@ -62,7 +67,7 @@ from .pieces import (
     barriers,
     begin_of,
     capped,
-    clear_behind,
+    clear_short,
     first_item,
     in_band,
     in_eights,
@@ -71,6 +76,7 @@ from .pieces import (
     scalars,
     tell,
     told,
+    told_by_copy,
     write,
 )
 
@@ -82,24 +88,12 @@ LIMIT = gl.constexpr(1024.0)  # of sums of powers above a maximum that is not ne
 
 
 @gluon.jit
-def span_of(tiles_ptr, tile, i0, rows):
+def span_of(tile_ptr, i0, rows):
     """A tile: row of its keys, how many, the band, and the keys begin … end that the rows see."""
-    k_row, k_len, low, high = scalars(tiles_ptr + tile * 8)
+    k_row, k_len, low, high = scalars(tile_ptr)
     begin = gl.maximum(0, i0 + low)
     end = gl.minimum(k_len, i0 + rows + high)
     return k_row, k_len, low, high, begin, end
-
-
-@gluon.jit
-def first_span(tiles_ptr, tile, last_tile, i0, rows):
-    """The first tile of which the rows see something, else the last, of which they see nothing."""
-    k_row, k_len, low, high, begin, end = span_of(tiles_ptr, tile, i0, rows)
-    while (begin >= end) & (tile + 1 < last_tile):
-        tile += 1
-        k_row, k_len, low, high, begin, end = span_of(tiles_ptr, tile, i0, rows)
-    if begin >= end:
-        begin, end = 0, 1
-    return tile, k_row, k_len, low, high, begin, end
 
 
 @gluon.jit
@@ -127,7 +121,21 @@ def await_release(FIRST: gl.constexpr, empty, stage, phase, NARROW: gl.constexpr
 
 
 @gluon.jit
-def produce(loads, BLOCK_N: gl.constexpr, OWN: gl.constexpr):
+def fetch_state(state, batch, head, row, rows, DV: gl.constexpr):
+    """Have a state in the cache before the consumers ask for it."""
+    out_ptr, lse_ptr, dv, o_batch, o_row, o_head, l_batch, l_head, l_row = state
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    each = row + gl.minimum(gl.arange(0, 2 * HALF, layout), rows - 1)
+    prefetch(lse_ptr + (batch.to(gl.int64) * l_batch + head * l_head) + each * l_row)
+    out_ptrs = out_ptr + (batch.to(gl.int64) * o_batch + head * o_head) + each.to(gl.int64) * o_row
+    for i in gl.static_range(DV // 32):
+        prefetch(out_ptrs + gl.minimum(i * 32, dv - 1))
+
+
+@gluon.jit
+def produce(
+    loads, state, BLOCK_N: gl.constexpr, DV: gl.constexpr, GUARD: gl.constexpr, OWN: gl.constexpr
+):
     """Find pieces of work; load their queries, then blocks of keys and values."""
     (
         q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
@@ -137,14 +145,17 @@ def produce(loads, BLOCK_N: gl.constexpr, OWN: gl.constexpr):
     STAGES: gl.constexpr = k_smem.shape[0]
     ITEMS: gl.constexpr = item.shape[0]
     NARROW: gl.constexpr = v_smem.shape[2] <= HALF
-    i, n, number = 0, 0, first_item(counter_ptr, items, OWN)
+    i, n, shorts, number = 0, 0, 0, first_item(counter_ptr, items, OWN)
     while number < items:
         block, pair = place(number, items // count, count, section)
-        row, rows, i0, tile = scalars(blocks_ptr + block * 12)
-        last_tile, flags, _, _ = scalars(blocks_ptr + block * 12 + 4)
+        entry = blocks_ptr + block * 16
+        row, rows, i0, tile = scalars(entry)
+        last_tile, flags = gl.load(entry + 4), gl.load(entry + 5)
+        k_row, k_len, low, high, begin, end = span_of(entry + 12, i0, rows)
+        if begin >= end:  # they see nothing: let them look at one block
+            begin, end = 0, 1
         batch, head = pair // nheads, pair % nheads
         head_k = head // group
-        tile, k_row, k_len, low, high, begin, end = first_span(tiles_ptr, tile, last_tile, i0, rows)
         here, phase = n % ITEMS, (n // ITEMS) & 1
         mbarrier.wait(item_empty.index(here), phase ^ 1)
         tell(
@@ -152,10 +163,12 @@ def produce(loads, BLOCK_N: gl.constexpr, OWN: gl.constexpr):
             (rows, row, batch, head, i0, tile, last_tile, flags, k_len, low, high, begin, end),
         )
         mbarrier.arrive(item_full.index(here))
-        number = next_item(counter_ptr, items, OWN)
         for c in gl.static_range(2):
             q = here * 2 + c
             load_tile(q_desc, batch, head, row + c * HALF, q_full.index(q), q_smem.index(q))
+        if not OWN:
+            if (flags & 1) == 0:
+                fetch_state(state, batch, head, row, rows, DV)
         while tile < last_tile:
             for j in range(begin, end, BLOCK_N):
                 at = k_row + inside(j, k_len, BLOCK_N)
@@ -163,11 +176,15 @@ def produce(loads, BLOCK_N: gl.constexpr, OWN: gl.constexpr):
                 await_release(K_EMPTY, k_empty, stage, phase ^ 1, NARROW)
                 load_tile(k_desc, batch, head_k, at, k_full.index(stage), k_smem.index(stage))
                 await_release(V_EMPTY, v_empty, stage, phase ^ 1, NARROW)
-                load_tile(v_desc, batch, head_k, at, v_full.index(stage), v_smem.index(stage))
+                full = told_by_copy(stage, k_len, v_full, BLOCK_N, GUARD)
+                load_tile(v_desc, batch, head_k, at, full, v_smem.index(stage))
+                if GUARD:
+                    shorts = clear_short(k_len, shorts, stage, v_full, (v_smem.index(stage),))
                 i += 1
             tile += 1
             if tile < last_tile:
-                k_row, k_len, low, high, begin, end = span_of(tiles_ptr, tile, i0, rows)
+                k_row, k_len, low, high, begin, end = span_of(tiles_ptr + tile * 8, i0, rows)
+        number = next_item(counter_ptr, items, OWN)
         n += 1
     here, phase = n % ITEMS, (n // ITEMS) & 1
     mbarrier.wait(item_empty.index(here), phase ^ 1)
@@ -206,14 +223,14 @@ def softmax(s, m, total, scale, softcap, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def run(
-    MASKED: gl.constexpr, acc, m, total, p, there, i, begin, end, q, k_smem, v_smem, k_full,
-    k_empty, v_full, v_clear, v_empty, i0, k_len, low, high, scale, softcap,
-    C: gl.constexpr, SOFTCAP: gl.constexpr, GUARD: gl.constexpr,
+    MASKED: gl.constexpr, acc, m, total, p, i, begin, end, q, k_smem, v_smem, k_full,
+    k_empty, v_full, v_empty, i0, k_len, low, high, scale, softcap,
+    C: gl.constexpr, SOFTCAP: gl.constexpr,
 ):
     """Advance by the keys begin … end, in blocks.
 
-    p are the probabilities of the block before, which wait for their product with its values, of
-    which `there` belong to its document. i counts all blocks. Returns where the next run begins.
+    p are the probabilities of the block before, which wait for their product with its values. i
+    counts all blocks. Returns where the next run begins.
     """
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = p.shape[1]
@@ -226,17 +243,13 @@ def run(
         stage, phase = i % STAGES, (i // STAGES) & 1
         v_stage, v_phase = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
         k, v = k_smem.index(stage), v_smem.index(v_stage)
-        if GUARD:  # not while products are under way: a branch would make them wait for each other
-            mbarrier.wait(v_full.index(v_stage), v_phase)
-            clear_behind(C, (v,), there, v_clear, i - 1)
         mbarrier.wait(k_full.index(stage), phase)
         await_turn(C)
         s = warpgroup_mma(
             q, k.permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout),
             use_acc=False, is_async=True,
         )
-        if not GUARD:
-            mbarrier.wait(v_full.index(v_stage), v_phase)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
         pending = warpgroup_mma(p, v, acc, is_async=True)
         if not NARROW:
             pass_turn(C)
@@ -270,19 +283,16 @@ def run(
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             else:
                 total += sums
-        if GUARD:  # scaled here, and not behind the branch above, where products are under way
-            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        there = k_len - inside(j, k_len, BLOCK_N)
         i += 1
     done = gl.maximum(gl.cdiv(end - begin, BLOCK_N), 0) * BLOCK_N
-    return acc, m, total, p, there, i, begin + done
+    return acc, m, total, p, i, begin + done
 
 
 @gluon.jit
 def consume(
     C: gl.constexpr, given, BLOCK_N: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
-    GUARD: gl.constexpr, EVEN: gl.constexpr, ALONE: gl.constexpr,
+    EVEN: gl.constexpr, ALONE: gl.constexpr, HALVES: gl.constexpr,
 ):
     """Output and lse of 64 queries of each piece of work."""
     item, item_full = given[8], given[9]
@@ -292,11 +302,46 @@ def consume(
         pass_turn(1)  # consumer 0 begins
     mbarrier.wait(item_full.index(0), 0)
     while told(item.index(n % ITEMS), 0) > 0:
-        i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN, ALONE)
+        if HALVES and C == 1:
+            if told(item.index(n % ITEMS), 0) > HALF:
+                i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE)
+            else:
+                i = keep_step(C, given, i, n, BLOCK_N, DV)
+        else:
+            i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE)
         n += 1
         mbarrier.wait(item_full.index(n % ITEMS), (n // ITEMS) & 1)
     if C == 0:
         await_turn(0)  # as often as it was passed
+
+
+@gluon.jit
+def keep_step(C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.constexpr):
+    """What a consumer does for a piece of work all of whose queries are the other one's."""
+    tiles_ptr, k_smem, item, item_empty, q_full = given[3], given[5], given[8], given[10], given[11]
+    k_full, k_empty, v_full, v_empty = given[12], given[13], given[14], given[15]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    ITEMS: gl.constexpr = item.shape[0]
+    NARROW: gl.constexpr = DV <= HALF
+    here = n % ITEMS
+    it = item.index(here)
+    rows, i0, tile, last_tile = told(it, 0), told(it, 4), told(it, 5), told(it, 6)
+    last = i + gl.cdiv(told(it, 12) - told(it, 11), BLOCK_N)
+    for later in range(tile + 1, last_tile):
+        _, _, _, _, begin, end = span_of(tiles_ptr + later * 8, i0, rows)
+        last += gl.maximum(gl.cdiv(end - begin, BLOCK_N), 0)
+    mbarrier.wait(q_full.index(here * 2 + C), (n // ITEMS) & 1)
+    while i < last:
+        stage, phase = i % STAGES, (i // STAGES) & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        await_turn(C)
+        pass_turn(C)
+        release(K_EMPTY, k_empty, stage, NARROW)
+        mbarrier.wait(v_full.index(stage), phase)
+        release(V_EMPTY, v_empty, stage, NARROW)
+        i += 1
+    mbarrier.arrive(item_empty.index(here))
+    return i
 
 
 @gluon.jit
@@ -324,12 +369,12 @@ def out_of(
 def attend(
     C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
-    GUARD: gl.constexpr, EVEN: gl.constexpr, ALONE: gl.constexpr,
+    EVEN: gl.constexpr, ALONE: gl.constexpr,
 ):
     """Output and lse of 64 queries; n counts pieces of work and i blocks of keys."""
     (
         out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item,
-        item_full, item_empty, q_full, k_full, k_empty, v_full, v_clear, v_empty,
+        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty,
     ) = given
     (
         scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
@@ -392,41 +437,37 @@ def attend(
     s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
     p = gl.convert_layout(s.to(dtype), p_layout)
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
-    there = k_len - inside(j, k_len, BLOCK_N)  # rows of the block that belong to these keys
     j += BLOCK_N
     i += 1
 
     while tile < last_tile:
         n_len, n_low, n_high, n_begin, n_end = k_len, low, high, j, end
         if tile + 1 < last_tile:
-            _, n_len, n_low, n_high, n_begin, n_end = span_of(tiles_ptr, tile + 1, i0, rows)
+            _, n_len, n_low, n_high, n_begin, n_end = span_of(tiles_ptr + tile * 8 + 8, i0, rows)
         if WINDOW:
             left = gl.minimum(i0 + C * HALF + HALF - 1 + low, end)
-            acc, m, total, p, there, i, j = run(
-                True, acc, m, total, p, there, i, j, left, q, k_smem, v_smem, k_full, k_empty,
-                v_full, v_clear, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
+            acc, m, total, p, i, j = run(
+                True, acc, m, total, p, i, j, left, q, k_smem, v_smem, k_full, k_empty,
+                v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP,
             )
         # Blocks that end here need no mask on the right.
         right = gl.minimum(k_len, i0 + C * HALF + high + 1) - BLOCK_N + 1
         if BLOCK_N <= HALF:  # else there are always more keys
             right = gl.minimum(right, end)
-        acc, m, total, p, there, i, j = run(
-            False, acc, m, total, p, there, i, j, right, q, k_smem, v_smem, k_full, k_empty,
-            v_full, v_clear, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
+        acc, m, total, p, i, j = run(
+            False, acc, m, total, p, i, j, right, q, k_smem, v_smem, k_full, k_empty,
+            v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP,
         )
-        acc, m, total, p, there, i, j = run(
-            True, acc, m, total, p, there, i, j, end, q, k_smem, v_smem, k_full, k_empty,
-            v_full, v_clear, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP, GUARD,
+        acc, m, total, p, i, j = run(
+            True, acc, m, total, p, i, j, end, q, k_smem, v_smem, k_full, k_empty,
+            v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP,
         )
         k_len, low, high, j, end = n_len, n_low, n_high, n_begin, n_end
         tile += 1
 
     v_stage, v_phase = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
     mbarrier.wait(v_full.index(v_stage), v_phase)
-    v = v_smem.index(v_stage)
-    if GUARD:
-        clear_behind(C, (v,), there, v_clear, i - 1)
-    acc = warpgroup_mma(p, v, acc)
+    acc = warpgroup_mma(p, v_smem.index(v_stage), acc)
     release(V_EMPTY, v_empty, v_stage, NARROW)
 
     # Normalise; a row that saw no key is (0, −inf).
@@ -456,6 +497,7 @@ def forward_kernel(
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     ITEMS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr,
     RESULT: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, ALONE: gl.constexpr,
+    HALVES: gl.constexpr,
 ):
     """Output and lse of blocks of queries, one after the other: all tiles of their span."""
     dtype: gl.constexpr = q_desc.dtype
@@ -469,7 +511,7 @@ def forward_kernel(
     item = gl.allocate_shared_memory(gl.int32, [ITEMS, 16], flat)
     item_full, item_empty = barriers(ITEMS, 1), barriers(ITEMS, 2)
     q_full = barriers(ITEMS * 2, 1)
-    k_full, v_full, v_clear = barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1)
+    k_full, v_full = barriers(STAGES, 1), barriers(STAGES + 1 if GUARD else STAGES, 1)
     k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
 
     declare_vote()
@@ -482,18 +524,20 @@ def forward_kernel(
     )
     given = (
         out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item,
-        item_full, item_empty, q_full, k_full, k_empty, v_full, v_clear, v_empty,
+        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty,
     )
     loads = (
         q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
         item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count,
         section, items,
     )
+    state = out_ptr, lse_ptr, dv, o_batch, o_row, o_head, l_batch, l_head, l_row
+    LOADERS: gl.constexpr = 4 if GUARD else 1  # one is faster; to clear memory, all
     gl.warp_specialize(
         [
-            (consume, (0, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN, ALONE)),
-            (consume, (1, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, GUARD, EVEN, ALONE)),
-            (produce, (loads, BLOCK_N, ALONE)),
+            (consume, (0, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE, HALVES)),
+            (consume, (1, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE, HALVES)),
+            (produce, (loads, state, BLOCK_N, DV, GUARD, ALONE)),
         ],
-        [4, 4], [240, 24],
+        [4, LOADERS], [240, 24],
     )

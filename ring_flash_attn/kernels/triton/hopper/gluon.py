@@ -28,6 +28,7 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "pass_turn",
+    "prefetch",
     "thread_barrier",
     "vote_above",
     "wait_for_adds",
@@ -63,6 +64,15 @@ def load_tile(desc, batch, head, row, full, smem, EXPECT: gl.constexpr = True):
 def load_numbers(desc, batch, head, which, row, full, smem):
     """Begin to copy numbers, one for each row; not from any row, but a multiple of 16 bytes."""
     copy_in(desc, [batch, head, which, row], full, smem)
+
+
+@gluon.jit
+def prefetch(ptrs):
+    """Begin to fetch what lies there, and the rest of 128 bytes, from memory into the cache."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )
 
 
 @builtin

@@ -157,6 +157,7 @@ def forward(
             "RESULT": result is not out,
             "GUARD": work.short,
             "EVEN": dv == call.headdim_v,
+            "HALVES": work.halves,
             "ALONE": alone,  # else there are transfers, which may run on some multiprocessors
         },
         counter(q.device),

@@ -121,19 +121,6 @@ def stats_of(smem, stage, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def slot(ring, n):
-    """The n-th barrier, of a ring of them."""
-    return ring.index(n % ring.shape[0])
-
-
-@gluon.jit
-def in_slot(full, n):
-    """Wait until the n-th of something is there."""
-    SLOTS: gl.constexpr = full.shape[0]
-    mbarrier.wait(slot(full, n), (n // SLOTS) & 1)
-
-
-@gluon.jit
 def capped(products, scale, softcap):
     """tanh of the softcap; see `finish_scores` in `../scores.py`."""
     x = products * (scale / softcap)
@@ -177,9 +164,10 @@ def clear_from(smem, row):
     """Zeros from this row on, in shared memory that products will read."""
     ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
-    PART: gl.constexpr = 64 if COLUMNS > 64 else COLUMNS
+    WARPS: gl.constexpr = gl.num_warps()
+    PART: gl.constexpr = 8 if WARPS == 1 else 16  # few registers
     across: gl.constexpr = PART // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [WARPS, 1], [1, 0])
     keep = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < row
     for i in gl.static_range(COLUMNS // PART):
         part = smem.slice(i * PART, PART, dim=1)
@@ -225,15 +213,31 @@ def in_band(x, other, row, low, high, begin, end, at, EIGHTS: gl.constexpr = Fal
 
 
 @gluon.jit
-def clear_behind(C: gl.constexpr, parts, row, cleared, n):
-    """Before consumers read the n-th block: consumer 0 clears what lies behind this row."""
-    if C == 0:
-        if row < parts[0].shape[0]:
-            for i in gl.static_range(len(parts)):
-                clear_from(parts[i], row)
-        mbarrier.arrive(slot(cleared, n))
+def told_by_copy(stage, rows, full, ROWS: gl.constexpr, GUARD: gl.constexpr):
+    """The barrier that a bulk copy of a block tells; with GUARD there is one more, the last.
+
+    That one, if fewer rows than a block has belong to its document: what lies behind them may be
+    anything, 0 · NaN is NaN, and consumers are to see zeros. Then `clear_short` has to follow.
+    """
+    if GUARD:
+        return full.index(full.shape[0] - 1 if rows < ROWS else stage)
     else:
-        in_slot(cleared, n)
+        return full.index(stage)
+
+
+@gluon.jit
+def clear_short(rows, shorts, stage, full, parts):
+    """Clear what lies behind so many rows of a block's parts, if that is some, and tell consumers.
+
+    Returns how many blocks were short so far, which is `shorts` until now.
+    """
+    if rows < parts[0].shape[0]:
+        mbarrier.wait(full.index(full.shape[0] - 1), shorts & 1)
+        for i in gl.static_range(len(parts)):
+            clear_from(parts[i], rows)
+        mbarrier.arrive(full.index(stage))
+        shorts += 1
+    return shorts
 
 
 @gluon.jit

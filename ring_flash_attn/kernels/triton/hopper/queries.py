@@ -8,7 +8,6 @@ see, as in `forward.py`; dK and dV come from the kernels that own keys.
     barrier     who arrives       what it says
     q_full[c]   bulk copies       consumer c's queries and dout are there
     full[s]     bulk copies       stage s holds a block of keys and of values
-    clear[s]    consumer 0        what lies behind the end of a short document is cleared
     empty[s]    both consumers    nobody reads stage s any more
 """
 
@@ -19,17 +18,18 @@ from .gluon import gl, gluon, load_tile, mbarrier, warpgroup_mma, warpgroup_mma_
 from .pieces import (
     ANY_NUMBER,
     barriers,
-    clear_behind,
+    clear_short,
     place,
     probabilities,
     put,
     scalars,
     score_gradients,
+    told_by_copy,
 )
 
 
 @gluon.jit
-def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GUARD: gl.constexpr):
     """Load queries and dout, then blocks of keys and values."""
     (
         q_desc, do_desc, k_desc, v_desc, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full,
@@ -39,28 +39,31 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes + do_desc.block_type.nbytes)
         load_tile(q_desc, batch, head, row + c * HALF, q_full.index(c), q_smem.index(c), False)
         load_tile(do_desc, batch, head, row + c * HALF, q_full.index(c), do_smem.index(c), False)
-    n = 0
+    n, shorts = 0, 0
     for tile in range(first_tile, last_tile):
-        k_row, k_len, _, _, begin, end = span_of(tiles_ptr, tile, i0, rows)
+        k_row, k_len, _, _, begin, end = span_of(tiles_ptr + tile * 8, i0, rows)
         for j in range(begin, end, BLOCK_N):
             at = k_row + inside(j, k_len, BLOCK_N)
             stage, phase = n % STAGES, (n // STAGES) & 1
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            there = full.index(stage)
+            there = told_by_copy(stage, k_len, full, BLOCK_N, GUARD)
             mbarrier.expect(there, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
             load_tile(k_desc, batch, head_k, at, there, k_smem.index(stage), False)
             load_tile(v_desc, batch, head_k, at, there, v_smem.index(stage), False)
+            if GUARD:
+                both = k_smem.index(stage), v_smem.index(stage)
+                shorts = clear_short(k_len, shorts, stage, full, both)
             n += 1
 
 
 @gluon.jit
 def consume(
     C: gl.constexpr, given, BLOCK_N: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
-    GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    EVEN: gl.constexpr, FRESH: gl.constexpr,
 ):
     """dQ of 64 queries."""
     (
-        dq_ptr, lse_ptr, delta_ptr, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full, clear,
+        dq_ptr, lse_ptr, delta_ptr, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full,
         empty, i0, rows, first_tile, last_tile, scale, softcap, d, dq_row,
     ) = given
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -76,15 +79,13 @@ def consume(
     mbarrier.wait(q_full.index(C), 0)
     n = 0
     for tile in range(first_tile, last_tile):
-        _, k_len, low, high, begin, end = span_of(tiles_ptr, tile, i0, rows)
+        _, k_len, low, high, begin, end = span_of(tiles_ptr + tile * 8, i0, rows)
         left = i0 + C * HALF + HALF - 1 + low
         right = gl.minimum(k_len, i0 + C * HALF + high + 1) - BLOCK_N
         for j in range(begin, end, BLOCK_N):
             stage, phase = n % STAGES, (n // STAGES) & 1
             k, v = k_smem.index(stage), v_smem.index(stage)
             mbarrier.wait(full.index(stage), phase)
-            if GUARD:
-                clear_behind(C, (k, v), k_len, clear, n)  # may be anything
             s = warpgroup_mma(
                 q, k.permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout),
                 use_acc=False, is_async=True,
@@ -124,11 +125,11 @@ def queries_kernel(
     do_smem = gl.allocate_shared_memory(dtype, [2, HALF, DV], do_layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_layout)
-    q_full, full = barriers(2, 1), barriers(STAGES, 1)
-    clear, empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    q_full, empty = barriers(2, 1), barriers(STAGES, 2)
+    full = barriers(STAGES + 1 if GUARD else STAGES, 1)
 
     block, pair = place(gl.program_id(0), gl.num_programs(0) // count, count, section)
-    entry = blocks_ptr + block * 12
+    entry = blocks_ptr + block * 16
     row, rows, i0, first_tile = scalars(entry)
     last_tile = gl.load(entry + 4)
     batch, head = pair // nheads, pair % nheads
@@ -137,7 +138,7 @@ def queries_kernel(
     delta_ptr += batch64 * e_batch + head.to(gl.int64) * e_head + row64
     dq_ptr += batch64 * dq_batch + head * dq_head + row64 * dq_row
     given = (
-        dq_ptr, lse_ptr, delta_ptr, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full, clear,
+        dq_ptr, lse_ptr, delta_ptr, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full,
         empty, i0, rows, first_tile, last_tile, scale, softcap, d, dq_row,
     )
     loads = (
@@ -146,9 +147,9 @@ def queries_kernel(
     )
     gl.warp_specialize(
         [
-            (consume, (0, given, BLOCK_N, D, SOFTCAP, GUARD, EVEN, FRESH)),
-            (consume, (1, given, BLOCK_N, D, SOFTCAP, GUARD, EVEN, FRESH)),
-            (produce, (loads, BLOCK_N, STAGES)),
+            (consume, (0, given, BLOCK_N, D, SOFTCAP, EVEN, FRESH)),
+            (consume, (1, given, BLOCK_N, D, SOFTCAP, EVEN, FRESH)),
+            (produce, (loads, BLOCK_N, STAGES, GUARD)),
         ],
         [4, 4], [240, 24],
     )

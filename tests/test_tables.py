@@ -1,0 +1,75 @@
+"""The tables that launches read."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring_flash_attn.layout import Span
+from ring_flash_attn.tiles import Mask, Tile, make_tile
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+def _span(start: int, length: int, position: int) -> Span:
+    return Span(start, length, position, 1, 0, position)
+
+
+def _tiles(lengths: list[int], left: int | None) -> list[Tile]:
+    """Queries of one document against its keys in pieces, which lie apart from each other."""
+    keys, row, position = [], 0, 0
+    for length in lengths:
+        keys.append(_span(row, length, position))
+        row, position = row + length + 5, position + length
+    mask = Mask(left, 0)
+    made = (make_tile(_span(3, position, 0), key, mask) for key in keys)
+    return [tile for tile in made if tile is not None]
+
+
+@settings(deadline=None)  # the first one imports Triton
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    st.none() | st.integers(0, 60),
+    st.sampled_from([16, 64]),
+    st.booleans(),
+)
+def test_a_block_walks_from_the_first_tile_it_sees_to_the_last(
+    lengths: list[int], left: int | None, block: int, by_key: bool
+) -> None:
+    from ring_flash_attn.kernels.triton.tables import table
+
+    tiles = _tiles(lengths, left)
+    made = table(tiles, block, 32, by_key, torch.device("cpu"))
+    others = made.tiles.tolist()
+    covered = 0
+    for entry in made.blocks.tolist():
+        _, rows, number, first, last = entry[:5]
+        assert entry[12:] == others[first][:4]
+        seen = []
+        for tile in others[first:last]:
+            _, length, low, high = tile[:4]
+            pairs = sum(
+                max(0, min(length - 1, i + high) - max(0, i + low) + 1)
+                for i in range(number, number + rows)
+            )
+            seen.append(pairs)
+        assert last == first + 1 or (seen[0] and seen[-1])
+        assert 0 < rows <= block
+        covered += sum(seen)
+    assert covered == sum(tile.pairs for tile in tiles)
+
+
+@pytest.mark.parametrize(
+    ("length", "halves"), [(128, False), (129, True), (64, True), (65, False), (6400, False)]
+)
+def test_much_work_in_half_blocks(length: int, halves: bool) -> None:
+    from ring_flash_attn.kernels.triton.tables import table
+
+    made = table(_tiles([length], None), 128, 128, False, torch.device("cpu"))
+    assert made.halves is halves
