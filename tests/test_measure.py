@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from ring_flash_attn.bench.machine import (
     machine,
     measure_peak,
 )
-from ring_flash_attn.bench.measure import measure
+from ring_flash_attn.bench.measure import _capture, measure
 from ring_flash_attn.bench.peers import Implementation, find_implementation
 from ring_flash_attn.bench.workload import PRESETS, Workload
 from ring_flash_attn.cli.app import app
@@ -309,6 +311,21 @@ def test_the_backward_pass_alone_is_timed(
     enter(impostor(lambda *qkv: Slow.apply(good(*qkv))))
     rows = measure(["impostor"], SMALL, CPU, kind="bench", repeats=2)
     assert [row.ms for row in rows] == [3000.0, 4000.0, 7000.0]
+
+
+def test_a_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else does: the output that gradients are of, say, and what autograd saved for them."""
+    graph, stream = Mock(), Mock()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext())
+    read = torch.zeros(1)
+    watched = weakref.ref(read)
+    replay = _capture(lambda x=read: x + 1, stream)
+    del read
+    gc.collect()
+    assert watched() is not None
+    replay()
+    graph.replay.assert_called_once()
 
 
 def test_graphs_need_a_gpu() -> None:

@@ -287,15 +287,16 @@ class _Stage:
 
 
 def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
-    """A graph of it, with the tensors that it writes to."""
+    """A graph of it, with the tensors that it reads, which the work holds, and writes to."""
     graph = torch.cuda.CUDAGraph()
     stream.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         results = work()
+    kept = work, results
 
     def replay() -> object:
         graph.replay()
-        return results
+        return kept
 
     return replay
 

@@ -229,6 +229,11 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A kernel by name: `module` defines it as `KERNEL`; `hint` says how to get it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...layout import Span
 from ...tiles import Tile
-from ..base import to_device
+from ..base import capturing, to_device
 
 FIRST, LAST = 1, 2
 _MUCH = 20  # a twentieth: to ask costs 2 % of the time, and may save nearly half
@@ -46,6 +46,7 @@ class Table:
 
 
 _tables: dict[tuple[object, ...], tuple[Sequence[Tile], Table]] = {}
+_of_graphs: dict[tuple[object, ...], tuple[Sequence[Tile], Table]] = {}  # read by every replay
 
 
 def table(
@@ -59,9 +60,19 @@ def table(
         loop: rows of the other side that it takes at a time.
         by_key: programs own keys rather than queries.
         device: where the table is wanted.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured, and the table is not there yet.
     """
     key = (id(tiles), block, loop, by_key, device)
     found = _tables.get(key)
+    if capturing(device):
+        if found is None:
+            raise RuntimeError(
+                "call it once before a CUDA graph is captured: the first call for these lengths "
+                "copies tables to the GPU, which a graph would do again whenever it is replayed"
+            )
+        _of_graphs[key] = found
     if found is None:
         made = _build(tiles, block, loop, by_key, device)
         if len(_tables) >= _KEPT:

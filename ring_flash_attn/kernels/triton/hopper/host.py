@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from ....tiles import Tile
-from ...base import Call, Grads, Saved, State
+from ...base import Call, Grads, Saved, State, capturing
 from ..launcher import (
     INTERPRETED,
     again,
@@ -410,7 +410,7 @@ def counter(device: torch.device) -> Tensor:
     time, its own. It is zero already, unless there are no more of these, or none yet: then the
     graph sets one to zero.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         spare = _spare.get(device)
         return spare.pop() if spare else torch.zeros(1, dtype=torch.int32, device=device)
     return next(_counters(device))
