@@ -222,18 +222,6 @@ def as_block(kernel: Kernel) -> BlockKernel | None:
     return cast(BlockKernel, kernel) if getattr(kernel, "blocks", False) else None
 
 
-def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor, without waiting for what a GPU has to do before it."""
-    if device.type != "cuda":
-        return numbers.to(device)
-    return numbers.pin_memory().to(device, non_blocking=True)
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether what is launched now becomes part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A kernel by name: `module` defines it as `KERNEL`; `hint` says how to get it."""

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .base import State, to_device
+from .base import State
+from .kept import Kept, to_device
 from .merge import Rows
 
 _ROWS = 16  # of a program
-_KEPT = 512  # tensors of a byte for each row; a plan of many ranks has as many launches
-_bits: dict[tuple[int, torch.device], tuple[Sequence[Rows], Tensor]] = {}
+_bits: Kept[Tensor] = Kept()  # a byte for each row
 
 
 @triton.jit(do_not_specialize=["start", "end", "offset", "nheads"])
@@ -96,13 +96,11 @@ def fused_merge(
 
 def _bits_of(rows: Sequence[Rows], start: int, end: int, device: torch.device) -> Tensor:
     """(end − start,) int8: the bits of each row; plans hand out the same rows each time."""
-    key = id(rows), device
-    found = _bits.get(key)
-    if found is None:
+
+    def make() -> Tensor:
         bits = torch.zeros(end - start, dtype=torch.int8)
         for each in rows:
             bits[each.start - start : each.end - start] = each.bits
-        if len(_bits) >= _KEPT:
-            _bits.pop(next(iter(_bits)), None)
-        found = _bits[key] = rows, to_device(bits, device)  # keeps the rows, so their id, alive
-    return found[1]
+        return to_device(bits, device)
+
+    return _bits.get(rows, device, None, make)

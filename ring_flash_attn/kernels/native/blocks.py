@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ...tiles import Tile
-from ..base import Call, Grads, Saved, State, to_device
+from ..base import Call, Grads, Saved, State
+from ..kept import Kept, to_device
 from ..merge import BLOCK, FIRST, LAST, merge_rows
 from .lowering import LibraryCall, in_order, lower
-
-_KEPT = 512  # lowered launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class LibraryKernel:
 
     def __init__(self, library: Library) -> None:
         self.name, self.library = library.name, library
-        self._launches: dict[tuple[object, ...], tuple[Sequence[Tile], Launch]] = {}
+        self._launches: Kept[Launch] = Kept()
 
     def why_not(self, call: Call) -> list[str]:
         """Every reason why it cannot do this call; empty if it can."""
@@ -210,21 +209,18 @@ class LibraryKernel:
 
     def _launch(self, tiles: Sequence[Tile], q: Tensor) -> Launch:
         """The calls of a launch; plans hand out the same tiles each time."""
-        key = id(tiles), q.device, q.shape[0] == 1
-        found = self._launches.get(key)
-        if found is None:
-            # The packed form has no batch: its rows would have to lie behind each other.
-            form = self.library.packs and q.shape[0] == 1, self.library.square
+        # The packed form has no batch: its rows would have to lie behind each other.
+        form = self.library.packs and q.shape[0] == 1, self.library.square
+
+        def make() -> Launch:
             calls, rows = lower(tiles, *form), None
             ordered, wanted = in_order(tiles)
             better = lower(ordered, *form)
             if len(better) < len(calls):  # a copy of the keys costs less than a block more to merge
                 calls, rows = better, _index(wanted, q.device)
-            launch = Launch([(call, _block(call, q.device)) for call in calls], rows)
-            if len(self._launches) >= _KEPT:
-                self._launches.pop(next(iter(self._launches)), None)
-            found = self._launches[key] = tiles, launch  # keeps the tiles, so their id, alive
-        return found[1]
+            return Launch([(call, _block(call, q.device)) for call in calls], rows)
+
+        return self._launches.get(tiles, q.device, form, make)
 
 
 @dataclass(frozen=True, slots=True)

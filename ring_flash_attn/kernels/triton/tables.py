@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ...layout import Span
 from ...tiles import Tile
-from ..base import capturing, to_device
+from ..kept import Kept, to_device
 
 FIRST, LAST = 1, 2
-_MUCH = 20  # a twentieth: to ask costs 2 % of the time, and may save nearly half
-_KEPT = 512  # tables; 64 bytes for each block, so a few kilobytes as a rule
+_MUCH = 20  # a twentieth; to ask of each block costs 1 to 2 %, to skip half of one saves two fifths
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,8 @@ class Table:
 
     Attributes:
         blocks: (programs, 16) int32: row, rows, number of the first row in its span, first tile
-            of which they see something, one past the last, flags, position, token, stride; from
-            the 12th on, the first four numbers of that tile.
+            of which they see something (any, if of none), one past the last, flags, position,
+            token, stride, three that mean nothing, and the first four numbers of that first tile.
         tiles: (tiles, 8) int32: row of the other side, its length, low, high, position, token.
         windowed: some tile's band starts inside: there is an edge on the left.
         short: some other side is shorter than a block.
@@ -45,8 +44,7 @@ class Table:
     halves: bool
 
 
-_tables: dict[tuple[object, ...], tuple[Sequence[Tile], Table]] = {}
-_of_graphs: dict[tuple[object, ...], tuple[Sequence[Tile], Table]] = {}  # read by every replay
+_tables: Kept[Table] = Kept()  # 64 bytes for each block, so a few kilobytes as a rule
 
 
 def table(
@@ -60,25 +58,9 @@ def table(
         loop: rows of the other side that it takes at a time.
         by_key: programs own keys rather than queries.
         device: where the table is wanted.
-
-    Raises:
-        RuntimeError: a CUDA graph is captured, and the table is not there yet.
     """
-    key = (id(tiles), block, loop, by_key, device)
-    found = _tables.get(key)
-    if capturing(device):
-        if found is None:
-            raise RuntimeError(
-                "call it once before a CUDA graph is captured: the first call for these lengths "
-                "copies tables to the GPU, which a graph would do again whenever it is replayed"
-            )
-        _of_graphs[key] = found
-    if found is None:
-        made = _build(tiles, block, loop, by_key, device)
-        if len(_tables) >= _KEPT:
-            _tables.pop(next(iter(_tables)), None)
-        found = _tables[key] = tiles, made  # keeps the tiles, and so their id, alive
-    return found[1]
+    wanted = block, loop, by_key
+    return _tables.get(tiles, device, wanted, lambda: _build(tiles, *wanted, device))
 
 
 def _build(

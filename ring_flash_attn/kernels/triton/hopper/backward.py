@@ -28,6 +28,7 @@ dK is computed.
     k_full[b]     bulk copies       the keys of that piece are there; v_full: its values
     v_empty       consumers' warps  nobody reads these values any more
     q_full[s]     bulk copies       stage s holds queries and their lse; do_full[s]: dout and delta
+                                    (for short documents the producer arrives: `told_by_copy`)
     empty[s]      consumers' warps  they are done with stage s: ds of its block is in shared memory,
                                     and nobody reads ds of the block before any more
     dq_full[c]    c's warps         consumer c's half of dQ of a block is in shared memory

@@ -13,6 +13,7 @@ so hands it to the producer in two pieces.
     kv_full       bulk copies       the program's keys and values are there
     ready         consumer 0        what lies behind them has been cleared
     q_full[s]     bulk copies       stage s holds queries and their lse; do_full: dout and delta
+                                    (for short documents the producer arrives: `told_by_copy`)
     q_empty[s]    both consumers    nobody reads stage s any more; do_empty
     dq_full       both consumers    a piece of dQ is in shared memory
     dq_empty      the producer      it has been added to memory

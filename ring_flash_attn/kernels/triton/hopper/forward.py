@@ -34,7 +34,7 @@ no more for them than keep step.
     k_full[s]       a bulk copy       stage s holds a block of keys; v_full[s]: of values (for short
                                       documents the producer arrives: see `told_by_copy`)
     k_empty[s]      both consumers    nobody reads stage s any more; v_empty[s]
-    turn of c       the other one     it has handed over its products, or has them
+    turn of c       the other one     it has handed over its products, has them, or has none
 
 Registers: the producer keeps 24 a thread, and the consumers have 240. With head dimension 128 a
 consumer's thread needs 64 for the output, 64 for scores and 32 for rounded probabilities.
@@ -532,7 +532,7 @@ def forward_kernel(
         section, items,
     )
     state = out_ptr, lse_ptr, dv, o_batch, o_row, o_head, l_batch, l_head, l_row
-    LOADERS: gl.constexpr = 4 if GUARD else 1  # one is faster; to clear memory, all
+    LOADERS: gl.constexpr = 4 if GUARD else 1  # one warp loads faster, four clear faster
     gl.warp_specialize(
         [
             (consume, (0, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE, HALVES)),

@@ -68,7 +68,7 @@ def load_numbers(desc, batch, head, which, row, full, smem):
 
 @gluon.jit
 def prefetch(ptrs):
-    """Begin to fetch what lies there, and the rest of 128 bytes, from memory into the cache."""
+    """Begin to fetch what lies there, with the line around it, from memory into the cache."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs],
         dtype=gl.int32, is_pure=False, pack=1,

@@ -14,7 +14,8 @@ import triton
 from torch import Tensor
 
 from ....tiles import Tile
-from ...base import Call, Grads, Saved, State, capturing
+from ...base import Call, Grads, Saved, State
+from ...kept import capturing
 from ..launcher import (
     INTERPRETED,
     again,

@@ -7,7 +7,8 @@ see, as in `forward.py`; dK and dV come from the kernels that own keys.
 
     barrier     who arrives       what it says
     q_full[c]   bulk copies       consumer c's queries and dout are there
-    full[s]     bulk copies       stage s holds a block of keys and of values
+    full[s]     bulk copies       stage s holds a block of keys and of values (for short documents
+                                  the producer arrives: `told_by_copy`)
     empty[s]    both consumers    nobody reads stage s any more
 """
 

@@ -1,0 +1,70 @@
+"""What is made once for each plan and kept."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from ring_flash_attn.kernels import kept
+from ring_flash_attn.kernels.kept import Kept, to_device
+
+CPU = torch.device("cpu")
+
+
+class Plan:
+    """Something with an identity."""
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As if a CUDA graph were captured; undone by `undo`."""
+    monkeypatch.setattr(kept, "capturing", lambda device: True)
+    return monkeypatch
+
+
+def test_made_once_for_each_plan_device_and_key() -> None:
+    cache: Kept[torch.Tensor] = Kept()
+    first, second = Plan(), Plan()
+    for plan in (first, second):
+        for key in (1, 2):
+            one = cache.get(plan, CPU, key, lambda: torch.zeros(1))
+            assert cache.get(plan, CPU, key, lambda: torch.ones(1)) is one
+    assert cache.get(first, CPU, 1, list) is not cache.get(second, CPU, 1, list)
+
+
+def test_the_oldest_go_and_their_plans_with_them() -> None:
+    cache: Kept[int] = Kept()
+    plan = Plan()
+    cache.get(plan, CPU, 0, int)
+    gone = weakref.ref(plan)
+    del plan
+    assert gone() is not None, "another object could have its id"
+    others = [Plan() for _ in range(kept._MOST)]
+    for each in others:
+        cache.get(each, CPU, 0, int)
+    assert gone() is None
+
+
+def test_what_a_graph_reads_stays(capture: pytest.MonkeyPatch) -> None:
+    cache: Kept[list[int]] = Kept()
+    plan = Plan()
+    made = cache.get(plan, CPU, 0, list)
+    capture.undo()
+    others = [Plan() for _ in range(2 * kept._MOST)]
+    for each in others:
+        cache.get(each, CPU, 0, list)
+    assert cache.get(plan, CPU, 0, list) is made
+    assert cache.get(others[0], CPU, 0, lambda: [1]) == [1]
+
+
+def test_nothing_is_copied_while_a_graph_is_captured(capture: pytest.MonkeyPatch) -> None:
+    cache: Kept[torch.Tensor] = Kept()
+    plan = Plan()
+    with pytest.raises(RuntimeError, match="make the same call once"):
+        cache.get(plan, CPU, 0, lambda: to_device(torch.zeros(1), CPU))
+    capture.undo()
+    before = cache.get(plan, CPU, 0, lambda: to_device(torch.zeros(1), CPU))
+    capture.setattr(kept, "capturing", lambda device: True)
+    assert cache.get(plan, CPU, 0, list) is before
