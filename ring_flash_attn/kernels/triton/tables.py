@@ -18,7 +18,7 @@ from ...tiles import Tile
 from ..kept import Kept, to_device
 
 FIRST, LAST = 1, 2
-_MUCH = 20  # a twentieth; to ask of each block costs 1 to 2 %, to skip half of one saves two fifths
+_MUCH = 20  # a twentieth: asking costs 1 to 2 %, skipping saves less than half of a block
 
 
 @dataclass(frozen=True, slots=True)
