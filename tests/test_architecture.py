@@ -160,7 +160,7 @@ def test_comm_alone_knows_torch_distributed(module: str) -> None:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("kernels.")])
 def test_one_kernel_does_not_import_another(module: str) -> None:
-    """Kernels share `base`, the merge and `dropout`; a kernel in a folder has its own files too."""
+    """Kernels share some files; a kernel in a folder has its own, too."""
     ours = module.split(".")[1]
     shared = {"base", "merge", "fused_merge", "kept", "dropout"}
     others = {m.split(".")[1] for m in inside(module) if m.startswith("kernels.")}

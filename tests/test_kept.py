@@ -31,7 +31,10 @@ def test_made_once_for_each_plan_device_and_key() -> None:
         for key in (1, 2):
             one = cache.get(plan, CPU, key, lambda: torch.zeros(1))
             assert cache.get(plan, CPU, key, lambda: torch.ones(1)) is one
-    assert cache.get(first, CPU, 1, list) is not cache.get(second, CPU, 1, list)
+    one = cache.get(first, CPU, 1, list)
+    assert cache.get(second, CPU, 1, list) is not one
+    assert cache.get(first, CPU, 2, list) is not one
+    assert cache.get(first, torch.device("meta"), 1, lambda: torch.ones(1)) is not one
 
 
 def test_the_oldest_go_and_their_plans_with_them() -> None:
