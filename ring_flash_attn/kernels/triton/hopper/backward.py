@@ -139,11 +139,12 @@ def produce(
     (
         q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, blocks_ptr, tiles_ptr, counter_ptr,
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, k_full, v_full, q_full, do_full,
-        item, item_full, item_empty, nheads_k, group, count, section, items,
+        item, item_full, item_empty, nheads_k, group, count, section, pairs,
     ) = loads
+    items = count * pairs
     n, w, shorts, number = 0, 0, 0, first_item(counter_ptr, items, OWN)
     while number < items:
-        block, pair = place(number, items // count, count, section)
+        block, pair = place(number, pairs, count, section)
         row, columns, j0, first_tile = scalars(blocks_ptr + block * 16)
         last_tile = gl.load(blocks_ptr + block * 16 + 4)
         batch, head_k = pair // nheads_k, pair % nheads_k
@@ -425,7 +426,7 @@ def gradients(
 @gluon.jit(do_not_specialize=ANY_NUMBER)
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, counter_ptr,
-    blocks_ptr, tiles_ptr, scale, softcap, nheads_k, group, count, section, items, d, dv, dk_batch,
+    blocks_ptr, tiles_ptr, scale, softcap, nheads_k, group, count, section, pairs, d, dv, dk_batch,
     dk_row, dk_head, dv_batch, dv_row, dv_head,
     BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
@@ -474,7 +475,7 @@ def backward_kernel(
     loads = (
         q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, blocks_ptr, tiles_ptr, counter_ptr,
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, k_full, v_full, q_full, do_full,
-        item, item_full, item_empty, nheads_k, group, count, section, items,
+        item, item_full, item_empty, nheads_k, group, count, section, pairs,
     )
     if DQ:
         gl.warp_specialize(

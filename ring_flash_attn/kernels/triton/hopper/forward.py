@@ -28,13 +28,16 @@ Of a piece with at most 64 queries consumer 1 has none. Where many are like that
 no more for them than keep step.
 
     barrier         who arrives       what it says
-    item_full[b]    the producer      buffer b says which piece of work is next
-    item_empty[b]   both consumers    they are done with it, and with its queries
-    q_full[b, c]    a bulk copy       consumer c's queries of that piece are there
+    q_full[b]       the producer,     buffer b says which piece of work is next,
+                    a bulk copy       and its queries are there
+    item_empty[b]   both consumers    they are done with both
     k_full[s]       a bulk copy       stage s holds a block of keys; v_full[s]: of values (for short
                                       documents the producer arrives: see `told_by_copy`)
     k_empty[s]      both consumers    nobody reads stage s any more; v_empty[s]
     turn of c       the other one     it has handed over its products, has them, or has none
+
+To make one takes some 70 clocks, and nothing is loaded before all are made: there are no more than
+that.
 
 Registers: the producer keeps 24 a thread, and the consumers have 240. With head dimension 128 a
 consumer's thread needs 64 for the output, 64 for scores and 32 for rounded probabilities.
@@ -83,7 +86,7 @@ from .pieces import (
 CARRY = gl.constexpr(23.0)  # see `../forward.py`
 HALF = gl.constexpr(64)  # queries of a consumer
 K_EMPTY = gl.constexpr(0)  # the first of these barriers' numbers
-V_EMPTY = gl.constexpr(8)
+V_EMPTY = gl.constexpr(3)
 LIMIT = gl.constexpr(1024.0)  # of sums of powers above a maximum that is not new; fp16 has 65504
 
 
@@ -139,15 +142,15 @@ def produce(
     """Find pieces of work; load their queries, then blocks of keys and values."""
     (
         q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
-        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count,
-        section, items,
+        item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count, section, pairs,
     ) = loads
+    items = count * pairs
     STAGES: gl.constexpr = k_smem.shape[0]
     ITEMS: gl.constexpr = item.shape[0]
     NARROW: gl.constexpr = v_smem.shape[2] <= HALF
     i, n, shorts, number = 0, 0, 0, first_item(counter_ptr, items, OWN)
     while number < items:
-        block, pair = place(number, items // count, count, section)
+        block, pair = place(number, pairs, count, section)
         entry = blocks_ptr + block * 16
         row, rows, i0, tile = scalars(entry)
         last_tile, flags = gl.load(entry + 4), gl.load(entry + 5)
@@ -156,16 +159,17 @@ def produce(
             begin, end = 0, 1
         batch, head = pair // nheads, pair % nheads
         head_k = head // group
-        here, phase = n % ITEMS, (n // ITEMS) & 1
-        mbarrier.wait(item_empty.index(here), phase ^ 1)
+        here = n % ITEMS
+        mbarrier.wait(item_empty.index(here), ((n // ITEMS) & 1) ^ 1)
+        mbarrier.expect(q_full.index(here), 2 * q_desc.block_type.nbytes)
+        for c in gl.static_range(2):
+            q = q_smem.index(here * 2 + c)
+            load_tile(q_desc, batch, head, row + c * HALF, q_full.index(here), q, False)
         tell(
             item.index(here),
             (rows, row, batch, head, i0, tile, last_tile, flags, k_len, low, high, begin, end),
         )
-        mbarrier.arrive(item_full.index(here))
-        for c in gl.static_range(2):
-            q = here * 2 + c
-            load_tile(q_desc, batch, head, row + c * HALF, q_full.index(q), q_smem.index(q))
+        mbarrier.arrive(q_full.index(here))
         if not OWN:
             if (flags & 1) == 0:
                 fetch_state(state, batch, head, row, rows, DV)
@@ -186,10 +190,10 @@ def produce(
                 k_row, k_len, low, high, begin, end = span_of(tiles_ptr + tile * 8, i0, rows)
         number = next_item(counter_ptr, items, OWN)
         n += 1
-    here, phase = n % ITEMS, (n // ITEMS) & 1
-    mbarrier.wait(item_empty.index(here), phase ^ 1)
+    here = n % ITEMS
+    mbarrier.wait(item_empty.index(here), ((n // ITEMS) & 1) ^ 1)
     tell(item.index(here), (0,))
-    mbarrier.arrive(item_full.index(here))
+    mbarrier.arrive(q_full.index(here), count=2)
 
 
 @gluon.jit
@@ -295,12 +299,12 @@ def consume(
     EVEN: gl.constexpr, ALONE: gl.constexpr, HALVES: gl.constexpr,
 ):
     """Output and lse of 64 queries of each piece of work."""
-    item, item_full = given[8], given[9]
+    item, q_full = given[8], given[10]
     ITEMS: gl.constexpr = item.shape[0]
     i, n = 0, 0
     if C == 1:
         pass_turn(1)  # consumer 0 begins
-    mbarrier.wait(item_full.index(0), 0)
+    mbarrier.wait(q_full.index(0), 0)
     while told(item.index(n % ITEMS), 0) > 0:
         if HALVES and C == 1:
             if told(item.index(n % ITEMS), 0) > HALF:
@@ -310,7 +314,7 @@ def consume(
         else:
             i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE)
         n += 1
-        mbarrier.wait(item_full.index(n % ITEMS), (n // ITEMS) & 1)
+        mbarrier.wait(q_full.index(n % ITEMS), (n // ITEMS) & 1)
     if C == 0:
         await_turn(0)  # as often as it was passed
 
@@ -318,8 +322,8 @@ def consume(
 @gluon.jit
 def keep_step(C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.constexpr):
     """What a consumer does for a piece of work all of whose queries are the other one's."""
-    tiles_ptr, k_smem, item, item_empty, q_full = given[3], given[5], given[8], given[10], given[11]
-    k_full, k_empty, v_full, v_empty = given[12], given[13], given[14], given[15]
+    tiles_ptr, k_smem, item, item_empty = given[3], given[5], given[8], given[9]
+    k_full, k_empty, v_full, v_empty = given[11], given[12], given[13], given[14]
     STAGES: gl.constexpr = k_smem.shape[0]
     ITEMS: gl.constexpr = item.shape[0]
     NARROW: gl.constexpr = DV <= HALF
@@ -330,7 +334,6 @@ def keep_step(C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.conste
     for later in range(tile + 1, last_tile):
         _, _, _, _, begin, end = span_of(tiles_ptr + later * 8, i0, rows)
         last += gl.maximum(gl.cdiv(end - begin, BLOCK_N), 0)
-    mbarrier.wait(q_full.index(here * 2 + C), (n // ITEMS) & 1)
     while i < last:
         stage, phase = i % STAGES, (i // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
@@ -373,8 +376,8 @@ def attend(
 ):
     """Output and lse of 64 queries; n counts pieces of work and i blocks of keys."""
     (
-        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item,
-        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty,
+        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item, item_empty,
+        q_full, k_full, k_empty, v_full, v_empty,
     ) = given
     (
         scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
@@ -389,7 +392,7 @@ def attend(
     NARROW: gl.constexpr = DV <= HALF
     LAST: gl.constexpr = 2 if RESULT else 4  # nothing has that: it stays in fp32
     dtype: gl.constexpr = q_smem.dtype
-    here, phase = n % ITEMS, (n // ITEMS) & 1
+    here = n % ITEMS
     it = item.index(here)
     rows, i0, tile, last_tile = told(it, 0), told(it, 4), told(it, 5), told(it, 6)
     k_len, low, high, j, end = told(it, 8), told(it, 9), told(it, 10), told(it, 11), told(it, 12)
@@ -417,7 +420,6 @@ def attend(
     # The first block.
     stage, phase_k = i % STAGES, (i // STAGES) & 1
     q = q_smem.index(here * 2 + C)
-    mbarrier.wait(q_full.index(here * 2 + C), phase)
     mbarrier.wait(k_full.index(stage), phase_k)
     await_turn(C)
     s = warpgroup_mma(
@@ -492,7 +494,7 @@ def attend(
 @gluon.jit(do_not_specialize=ANY_NUMBER)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, result_ptr, counter_ptr, blocks_ptr, tiles_ptr, scale,
-    softcap, nheads, group, count, section, items, dv, o_batch, o_row, o_head, l_batch, l_head,
+    softcap, nheads, group, count, section, pairs, dv, o_batch, o_row, o_head, l_batch, l_head,
     l_row, r_batch, r_row, r_head,
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     ITEMS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr,
@@ -509,27 +511,25 @@ def forward_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_layout)
     item = gl.allocate_shared_memory(gl.int32, [ITEMS, 16], flat)
-    item_full, item_empty = barriers(ITEMS, 1), barriers(ITEMS, 2)
-    q_full = barriers(ITEMS * 2, 1)
+    q_full, item_empty = barriers(ITEMS, 2), barriers(ITEMS, 2)
     k_full, v_full = barriers(STAGES, 1), barriers(STAGES + 1 if GUARD else STAGES, 1)
-    k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
-
     declare_vote()
     if DV <= HALF:
         declare_warp_barriers()
-        warp_barriers(K_EMPTY, STAGES, 8)
-        warp_barriers(V_EMPTY, STAGES, 8)
+        warp_barriers(K_EMPTY, V_EMPTY + STAGES, 8)
+        k_empty, v_empty = k_full, v_full  # warps have theirs
+    else:
+        k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
     of_all = (
         scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
     )
     given = (
-        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item,
-        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty,
+        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item, item_empty,
+        q_full, k_full, k_empty, v_full, v_empty,
     )
     loads = (
         q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
-        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count,
-        section, items,
+        item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count, section, pairs,
     )
     state = out_ptr, lse_ptr, dv, o_batch, o_row, o_head, l_batch, l_head, l_row
     LOADERS: gl.constexpr = 4 if GUARD else 1  # one warp loads faster, four clear faster

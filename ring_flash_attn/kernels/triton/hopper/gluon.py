@@ -137,21 +137,21 @@ def declare_warp_barriers():
 @gluon.jit
 def warp_barriers(FIRST: gl.constexpr, NUMBER: gl.constexpr, WARPS: gl.constexpr):
     """Make barriers at which so many warps have to arrive, numbered from FIRST on."""
-    for i in gl.static_range(NUMBER):
-        gl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 at;
-            mov.u32 at, %tid.x;
-            setp.eq.u32 first, at, 0;
-            mov.u32 at, rfa_barriers;
-            mad.lo.u32 at, $1, 8, at;
-            @first mbarrier.init.shared.b64 [at], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,r,r", [gl.to_tensor(FIRST + i), gl.to_tensor(WARPS)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        .reg .u32 i, at;
+        mov.u32 i, %tid.x;
+        setp.lt.u32 some, i, $2;
+        add.u32 i, i, $1;
+        mov.u32 at, rfa_barriers;
+        mad.lo.u32 at, i, 8, at;
+        @some mbarrier.init.shared.b64 [at], $3;
+        mov.u32 $0, 0;
+        }""",
+        "=r,r,r,r", [gl.to_tensor(FIRST), gl.to_tensor(NUMBER), gl.to_tensor(WARPS)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )
 
 
 @gluon.jit

@@ -373,7 +373,7 @@ def launch(
         "group": call.nheads // call.nheads_k,
         "count": count,
         "section": section(pairs, nheads, work, call),
-        **({} if taken is None else {"items": count * pairs}),
+        **({} if taken is None else {"pairs": pairs}),
         **widths,
     }
     strides = [number for x in others for number in x.stride()[:3]]
