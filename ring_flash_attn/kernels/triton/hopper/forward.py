@@ -28,16 +28,16 @@ Of a piece with at most 64 queries consumer 1 has none. Where many are like that
 no more for them than keep step.
 
     barrier         who arrives       what it says
-    q_full[b]       the producer,     buffer b says which piece of work is next,
-                    a bulk copy       and its queries are there
-    item_empty[b]   both consumers    they are done with both
+    item_full[b]    the producer      buffer b says which piece of work is next
+    item_empty[b]   both consumers    they are done with it, and with its queries
+    q_full[b]       bulk copies       the queries of that piece are there
     k_full[s]       a bulk copy       stage s holds a block of keys; v_full[s]: of values (for short
                                       documents the producer arrives: see `told_by_copy`)
     k_empty[s]      both consumers    nobody reads stage s any more; v_empty[s]
     turn of c       the other one     it has handed over its products, has them, or has none
 
-To make one takes some 70 clocks, and nothing is loaded before all are made: there are no more than
-that.
+To make one takes some 70 clocks, and nothing is loaded before all are made: where there is no state
+to load sooner (ALONE), item_full and q_full are the same.
 
 Registers: the producer keeps 24 a thread, and the consumers have 240. With head dimension 128 a
 consumer's thread needs 64 for the output, 64 for scores and 32 for rounded probabilities.
@@ -142,7 +142,8 @@ def produce(
     """Find pieces of work; load their queries, then blocks of keys and values."""
     (
         q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
-        item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count, section, pairs,
+        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count,
+        section, pairs,
     ) = loads
     items = count * pairs
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -169,7 +170,7 @@ def produce(
             item.index(here),
             (rows, row, batch, head, i0, tile, last_tile, flags, k_len, low, high, begin, end),
         )
-        mbarrier.arrive(q_full.index(here))
+        mbarrier.arrive(item_full.index(here))
         if not OWN:
             if (flags & 1) == 0:
                 fetch_state(state, batch, head, row, rows, DV)
@@ -193,7 +194,7 @@ def produce(
     here = n % ITEMS
     mbarrier.wait(item_empty.index(here), ((n // ITEMS) & 1) ^ 1)
     tell(item.index(here), (0,))
-    mbarrier.arrive(q_full.index(here), count=2)
+    mbarrier.arrive(item_full.index(here), count=2 if OWN else 1)
 
 
 @gluon.jit
@@ -299,12 +300,12 @@ def consume(
     EVEN: gl.constexpr, ALONE: gl.constexpr, HALVES: gl.constexpr,
 ):
     """Output and lse of 64 queries of each piece of work."""
-    item, q_full = given[8], given[10]
+    item, item_full = given[8], given[9]
     ITEMS: gl.constexpr = item.shape[0]
     i, n = 0, 0
     if C == 1:
         pass_turn(1)  # consumer 0 begins
-    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(item_full.index(0), 0)
     while told(item.index(n % ITEMS), 0) > 0:
         if HALVES and C == 1:
             if told(item.index(n % ITEMS), 0) > HALF:
@@ -314,7 +315,7 @@ def consume(
         else:
             i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE)
         n += 1
-        mbarrier.wait(q_full.index(n % ITEMS), (n // ITEMS) & 1)
+        mbarrier.wait(item_full.index(n % ITEMS), (n // ITEMS) & 1)
     if C == 0:
         await_turn(0)  # as often as it was passed
 
@@ -322,8 +323,8 @@ def consume(
 @gluon.jit
 def keep_step(C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.constexpr):
     """What a consumer does for a piece of work all of whose queries are the other one's."""
-    tiles_ptr, k_smem, item, item_empty = given[3], given[5], given[8], given[9]
-    k_full, k_empty, v_full, v_empty = given[11], given[12], given[13], given[14]
+    tiles_ptr, k_smem, item, item_empty = given[3], given[5], given[8], given[10]
+    k_full, k_empty, v_full, v_empty = given[12], given[13], given[14], given[15]
     STAGES: gl.constexpr = k_smem.shape[0]
     ITEMS: gl.constexpr = item.shape[0]
     NARROW: gl.constexpr = DV <= HALF
@@ -376,8 +377,8 @@ def attend(
 ):
     """Output and lse of 64 queries; n counts pieces of work and i blocks of keys."""
     (
-        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item, item_empty,
-        q_full, k_full, k_empty, v_full, v_empty,
+        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item, item_full,
+        item_empty, q_full, k_full, k_empty, v_full, v_empty,
     ) = given
     (
         scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
@@ -420,6 +421,8 @@ def attend(
     # The first block.
     stage, phase_k = i % STAGES, (i // STAGES) & 1
     q = q_smem.index(here * 2 + C)
+    if not ALONE:
+        mbarrier.wait(q_full.index(here), (n // ITEMS) & 1)
     mbarrier.wait(k_full.index(stage), phase_k)
     await_turn(C)
     s = warpgroup_mma(
@@ -511,7 +514,11 @@ def forward_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_layout)
     item = gl.allocate_shared_memory(gl.int32, [ITEMS, 16], flat)
-    q_full, item_empty = barriers(ITEMS, 2), barriers(ITEMS, 2)
+    q_full, item_empty = barriers(ITEMS, 2 if ALONE else 1), barriers(ITEMS, 2)
+    if ALONE:
+        item_full = q_full
+    else:
+        item_full = barriers(ITEMS, 1)
     k_full, v_full = barriers(STAGES, 1), barriers(STAGES + 1 if GUARD else STAGES, 1)
     declare_vote()
     if DV <= HALF:
@@ -524,12 +531,13 @@ def forward_kernel(
         scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
     )
     given = (
-        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item, item_empty,
-        q_full, k_full, k_empty, v_full, v_empty,
+        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item, item_full,
+        item_empty, q_full, k_full, k_empty, v_full, v_empty,
     )
     loads = (
         q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
-        item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count, section, pairs,
+        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count,
+        section, pairs,
     )
     state = out_ptr, lse_ptr, dv, o_batch, o_row, o_head, l_batch, l_head, l_row
     LOADERS: gl.constexpr = 4 if GUARD else 1  # one warp loads faster, four clear faster
