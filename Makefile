@@ -19,7 +19,7 @@ demo: $(STAMP) ## draw the zigzag layout, then verify every algorithm on 4 ranks
 	$(BIN)/rfa verify --world-size 4
 
 test: $(STAMP) ## run the tests that need no GPU (PYTEST_ARGS=... adds arguments)
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .
