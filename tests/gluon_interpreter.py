@@ -412,6 +412,10 @@ def _shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Sha
     return Shared(torch.full(tuple(shape), math.nan, dtype=dtype))
 
 
+def _check(condition: bool) -> None:
+    assert condition
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
@@ -429,6 +433,7 @@ gl = SimpleNamespace(
     num_warps=lambda: 4,
     num_programs=lambda axis: Int(_program.programs),
     static_range=range,
+    static_assert=_check,
     cdiv=lambda a, b: -(-a // b),
     full=lambda shape, value, dtype, layout: _block(torch.full(shape, value, dtype=dtype)),
     zeros=lambda shape, dtype, layout: _block(torch.zeros(shape, dtype=dtype)),

@@ -522,6 +522,7 @@ def forward_kernel(
     k_full, v_full = barriers(STAGES, 1), barriers(STAGES + 1 if GUARD else STAGES, 1)
     declare_vote()
     if DV <= HALF:
+        gl.static_assert(STAGES <= V_EMPTY - K_EMPTY)
         declare_warp_barriers()
         warp_barriers(K_EMPTY, V_EMPTY + STAGES, 8)
         k_empty, v_empty = k_full, v_full  # warps have theirs
