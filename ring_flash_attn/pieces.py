@@ -43,8 +43,9 @@ class Piece:
 def cut(shards: Sequence[Sequence[Span]]) -> tuple[tuple[Piece, ...], ...]:
     """The pieces of every rank's shard, in the order of its rows.
 
-    Spans that follow each other in the order of all ranks' spans are one piece. If some shard then
-    has more than `MOST_PIECES`, every shard is one.
+    Spans that follow each other in the order of all ranks' spans are one piece. If a shard then has
+    more than `MOST_PIECES`, it is cut only within the largest documents of which it has several
+    spans: a user who needs one of these and not the other gets little else between them.
     """
     keys = sorted(
         (span.document, span.position, owner)
@@ -56,10 +57,17 @@ def cut(shards: Sequence[Sequence[Span]]) -> tuple[tuple[Piece, ...], ...]:
     for owner, spans in enumerate(shards):
         places = [place[span.document, span.position, owner] for span in spans]
         after = [number + 1 for number, (a, b) in enumerate(pairwise(places)) if b - a != 1]
+        if len(after) >= MOST_PIECES:
+            after = _within_documents(spans, after)
         firsts.append([0, *after] if spans else [])
-    if max(map(len, firsts), default=0) > MOST_PIECES:
-        firsts = [first[:1] for first in firsts]
     return tuple(_pieces(*each) for each in zip(count(), shards, firsts, strict=False))
+
+
+def _within_documents(spans: Sequence[Span], firsts: Sequence[int]) -> list[int]:
+    """Those that cut the largest documents of a shard, as many as there may be."""
+    inside = [n for n in firsts if spans[n].document == spans[n - 1].document]
+    inside.sort(key=lambda n: spans[n - 1].length + spans[n].length, reverse=True)
+    return sorted(inside[: MOST_PIECES - 1])
 
 
 def _pieces(owner: int, spans: Sequence[Span], firsts: Sequence[int]) -> tuple[Piece, ...]:

@@ -231,8 +231,11 @@ def needed_rows(problem: Problem, owner: int, user: int) -> list[Row]:
 
 
 def all_parts(problem: Problem) -> list[list[list[Span]]]:
-    """For each rank what of its keys lies together when those of all ranks are sorted; everything,
-    if some rank had more than `MOST_PIECES`."""
+    """For each rank what of its keys lies together when those of all ranks are sorted.
+
+    A rank that had more than `MOST_PIECES` parts it only where it parts a document, and of these
+    the longest.
+    """
     shards = [problem.spans(Side.KEY, rank) for rank in range(problem.world_size)]
     named = [[(s.document, s.position, rank) for s in spans] for rank, spans in enumerate(shards)]
     place = {name: n for n, name in enumerate(sorted(name for names in named for name in names))}
@@ -243,8 +246,25 @@ def all_parts(problem: Problem) -> list[list[list[Span]]]:
             if n == 0 or place[names[n]] != place[names[n - 1]] + 1:
                 found[-1].append([])
             found[-1][-1].append(span)
-    if max(map(len, found)) > MOST_PIECES:
-        return [[list(spans)] if spans else [] for spans in shards]
+        if len(found[-1]) > MOST_PIECES:
+            found[-1] = fewer(found[-1])
+    return found
+
+
+def fewer(parts: list[list[Span]]) -> list[list[Span]]:
+    """The same with the least important borders gone, until there are few enough."""
+
+    def rank(n: int) -> tuple[bool, int, int]:
+        before, after = parts[n - 1][-1], parts[n][0]
+        return before.document == after.document, before.length + after.length, -n
+
+    kept = sorted(range(1, len(parts)), key=rank, reverse=True)[: MOST_PIECES - 1]
+    kept = [n for n in kept if rank(n)[0]]
+    found: list[list[Span]] = [[]]
+    for n, part in enumerate(parts):
+        if n in kept:
+            found.append([])
+        found[-1].extend(part)
     return found
 
 

@@ -13,6 +13,8 @@ from strategies import document_lengths, world_sizes
 from ring_flash_attn import pieces as library
 from ring_flash_attn.layout import Span, get_layout, layout_names, spans
 from ring_flash_attn.pieces import MOST_PIECES, Piece, arrange, cut, lay
+from ring_flash_attn.plan import Problem
+from ring_flash_attn.tiles import Mask
 
 Shards = list[tuple[Span, ...]]
 
@@ -74,17 +76,32 @@ def test_the_middle_of_a_zigzag_is_one_piece() -> None:
     assert [len(found) for found in cut(shards_of("zigzag", (64,), 4))] == [2, 2, 2, 1]
 
 
-def test_a_shard_of_too_many_pieces_stays_whole() -> None:
-    """All of them do: the ranks must agree."""
-    many = (8,) * (MOST_PIECES // 2)
-    assert max(map(len, cut(shards_of("zigzag", many, 4)))) == MOST_PIECES
-    shards = shards_of("zigzag", (*many, 8), 4)
-    pieces = cut(shards)
-    assert pieces == tuple(
-        (Piece(0, spans[0].position, owner, 0, 2 * (len(many) + 1)),)
-        for owner, spans in enumerate(shards)
-    )
-    assert list(arrange(pieces).values()) == [0, 6, 12, 18]
+def test_of_many_documents_the_largest_are_cut() -> None:
+    """And the shard stays together between them, where it may have several documents."""
+    lengths = (16, 64, 8, 32, 48)  # of which every rank has two parts of an eighth each
+    for rank, found in enumerate(cut(shards_of("zigzag", lengths, 4))[:-1]):
+        assert [piece.start for piece in found] == [0, 12, 26, 36], rank
+        assert [piece.document for piece in found] == [0, 1, 3, 4]
+        assert sum(piece.length for piece in found) == 42
+    *_, last = cut(shards_of("zigzag", lengths, 4))
+    assert len(last) <= MOST_PIECES
+
+
+def test_with_one_span_a_document_a_shard_of_many_stays_whole() -> None:
+    """Nothing would be saved, and messages cost time."""
+    many = (8,) * (MOST_PIECES + 1)
+    for rank, found in enumerate(cut(shards_of("contiguous", many, 4))):
+        assert found == (Piece(0, 2 * rank, rank, 0, 2 * len(many)),)
+
+
+@pytest.mark.parametrize("documents", [1, 2, 3, 4, 10])
+def test_the_upper_half_of_a_zigzag_stays_at_home(documents: int) -> None:
+    """The last rank needs the lower half of the others' keys, whatever the number of documents."""
+    lengths = (3104, 3200, 1600, 160, 128, 64, 64, 64, 64, 64)[:documents]
+    whole = tuple(8 * length for length in lengths)
+    problem = Problem(get_layout("zigzag"), whole, whole, 8, Mask(right=0))
+    rows = sum(piece.length for owner in range(7) for piece in problem.pieces(owner, 7))
+    assert rows <= 7 * (sum(lengths) / 2 + 400)
 
 
 def test_pieces_of_one_shard_lie_in_order_too() -> None:
