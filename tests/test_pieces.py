@@ -101,7 +101,7 @@ def test_the_upper_half_of_a_zigzag_stays_at_home(documents: int) -> None:
     whole = tuple(8 * length for length in lengths)
     problem = Problem(get_layout("zigzag"), whole, whole, 8, Mask(right=0))
     rows = sum(piece.length for owner in range(7) for piece in problem.pieces(owner, 7))
-    assert rows <= 7 * (sum(lengths) / 2 + 400)
+    assert 0 <= rows - 7 * sum(lengths) / 2 <= 7 * 400  # the upper half of small documents
 
 
 def test_pieces_of_one_shard_lie_in_order_too() -> None:

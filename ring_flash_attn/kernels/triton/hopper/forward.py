@@ -322,7 +322,10 @@ def consume(
 
 @gluon.jit
 def keep_step(C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.constexpr):
-    """What a consumer does for a piece of work all of whose queries are the other one's."""
+    """What a consumer does for a piece of work all of whose queries are the other one's.
+
+    It need not wait for the queries: their buffer is free when the other one, which does, is done.
+    """
     tiles_ptr, k_smem, item, item_empty = given[3], given[5], given[8], given[10]
     k_full, k_empty, v_full, v_empty = given[12], given[13], given[14], given[15]
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -524,7 +527,7 @@ def forward_kernel(
     if DV <= HALF:
         gl.static_assert(STAGES <= V_EMPTY - K_EMPTY)
         declare_warp_barriers()
-        warp_barriers(K_EMPTY, V_EMPTY + STAGES, 8)
+        warp_barriers(K_EMPTY, V_EMPTY - K_EMPTY + STAGES, 8)
         k_empty, v_empty = k_full, v_full  # warps have theirs
     else:
         k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
