@@ -21,8 +21,8 @@ from ring_flash_attn.comm import Message
 CPU = torch.device("cpu")
 
 
-def received(*shape: int) -> Message:
-    return Message(torch.full(shape, torch.nan), 1, receive=True)
+def received(*shape: int, dtype: torch.dtype = torch.float32) -> Message:
+    return Message(torch.full(shape, torch.nan, dtype=dtype), 1, receive=True)
 
 
 def sent(*shape: int) -> Message:
@@ -138,7 +138,8 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     other.post([received(1, 1, 1, 1)])  # 4 bytes
     one.wait()
     other.wait()
-    other.post([received(3, 1, 1, 1)])  # 12 bytes
+    mixed = [received(1, 1, 1, 1), received(1, 1, 1, 2, dtype=torch.bfloat16)]
+    other.post([*mixed, received(1, 1, 1, 1)])  # 12 bytes
 
     def of_post(begin: int, seconds: float) -> list[tuple[object, ...]]:
         return [
@@ -160,7 +161,7 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         ("main", "waits for", 17),
         ("main", "pauses"),
     ]
-    assert message.tensor.isfinite().all()
+    assert all(each.tensor.isfinite().all() for each in (message, *mixed))
 
 
 def test_links_by_name_and_in_numbers() -> None:

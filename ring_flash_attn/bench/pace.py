@@ -117,8 +117,7 @@ class CudaWire:
                 _clock().spin(seconds)
         self._copying.wait_event(begin)
         with torch.cuda.stream(self._copying):
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
+            _copy(copies)
         self._stream.wait_stream(self._copying)
         if seconds and self._posted == self._joined:
             current.wait_event(begin)
@@ -137,6 +136,19 @@ class CudaWire:
         event, posts = cast(tuple[torch.cuda.Event, int], ticket)
         torch.cuda.current_stream(self._device).wait_event(event)
         self._joined = max(self._joined, posts)
+
+
+def _copy(copies: Copies) -> None:
+    """All of one dtype at once: a post is one kernel to NCCL, however many messages it has.
+
+    One by one they would wait for room on the GPU one by one, behind kernels that fill it.
+    """
+    kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for pair in copies:
+        kinds.setdefault(pair[0].dtype, []).append(pair)
+    for pairs in kinds.values():
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _clock() -> ModuleType:
