@@ -475,3 +475,45 @@ def test_programs_share_the_work_and_leave_the_counter_at_zero(pool: Ranks) -> N
         for found in errors:
             assert all(error < DTYPES["bf16"][1] for error in found.values()), found
         assert counter == 0
+
+
+def _with_groups_split(rank: int, world_size: int, name: str) -> tuple[dict[str, float], list[Any]]:
+    """Errors where there are more processors than pieces of work, and parts of each launch."""
+    with _poisoned_memory(), _counted() as launches:
+        from ring_flash_attn.kernels.triton.hopper import host
+
+        with (
+            mock.patch.object(host, "in_order", _unless_told),
+            mock.patch.object(host, "free_processors", return_value=99),
+        ):
+            errors = _errors(CASES[name])
+    return errors, [call.args[6].get("parts") for call in launches.call_args_list]
+
+
+@pytest.mark.parametrize("name", ["mqa", "steps", "documents", "sources", "ordered", "headdim_256"])
+def test_groups_of_heads_are_split_where_there_is_too_little_to_do(pool: Ranks, name: str) -> None:
+    """On one rank and in rings, in one order or not."""
+    ((errors, parts),) = pool.run(_with_groups_split, name)
+    _, tolerance = DTYPES[CASES[name].dtype]
+    assert all(error < tolerance for error in errors.values()), errors
+    most = CASES[name].nheads // CASES[name].nheads_k
+    assert most > 1
+    assert set(parts) == {None, most}
+
+
+@pytest.mark.parametrize(
+    ("nheads_k", "seqlen", "parts"),
+    [(8, 8192, 1), (8, 4096, 1), (8, 2048, 2), (8, 512, 4), (1, 8192, 4), (32, 512, 1)],
+)
+def test_into_how_many_parts(
+    nheads_k: int, seqlen: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 query heads under a causal mask, on an H200."""
+    from ring_flash_attn.kernels.triton.hopper import host
+    from ring_flash_attn.kernels.triton.tables import table
+
+    monkeypatch.setattr(host, "free_processors", lambda device: 132)
+    cpu, span = torch.device("cpu"), Span(0, seqlen, 0, 1, 0, 0)
+    work = table((Tile(span, span, -seqlen, 0, True, True),), 128, 64, True, cpu)
+    call = Call(cpu, torch.bfloat16, 32, nheads_k, 128, 128, 0.1, Mask(right=0))
+    assert host.split(work, 1, call) == parts

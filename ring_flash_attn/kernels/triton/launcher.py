@@ -286,8 +286,7 @@ def _arguments(
 
 def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
     """How many pairs of batch and head are under way together; see `place` in `scores.py`."""
-    # Query heads that share keys and values; programs that own keys have the whole group's.
-    sharing = call.nheads // call.nheads_k if nheads == call.nheads else 1
+    sharing = nheads // call.nheads_k  # those with the same keys and values
     if work.level:  # whatever comes last takes as long: there is nothing to win but the cache
         return sharing
     wanted = -(-_PROGRAMS * processors(call.device) // len(work.blocks))

@@ -32,7 +32,8 @@ class Table:
         tiles: (tiles, 8) int32: row of the other side, its length, low, high, position, token.
         windowed: some tile's band starts inside: there is an edge on the left.
         short: some other side is shorter than a block.
-        level: all programs have as much to do.
+        longest, total: what the first program, which has most to do, and all together do: rows of
+            the other side.
         halves: much of the work is in blocks that have no more than half of their rows.
     """
 
@@ -40,8 +41,14 @@ class Table:
     tiles: Tensor
     windowed: bool
     short: bool
-    level: bool
+    longest: int
+    total: int
     halves: bool
+
+    @property
+    def level(self) -> bool:
+        """Whether all programs have as much to do."""
+        return self.longest * len(self.blocks) == self.total
 
 
 _tables: Kept[Table] = Kept()  # 64 bytes for each block, so a few kilobytes as a rule
@@ -99,7 +106,8 @@ def _build(
         _on(device, others),
         windowed,
         any(other[1] < loop for other in others),
-        len(set(work)) == 1,
+        max(work),
+        sum(work),
         in_halves * _MUCH > sum(work),
     )
 

@@ -1,7 +1,9 @@
 """Backward on Hopper: one kernel for dQ, dK and dV.
 
 A piece of work is 128 keys of one KV head, 64 for each of two consumers, which walk through the
-blocks of queries that see them, of all query heads of the group: dK and dV stay in registers.
+blocks of queries that see them, of all query heads of the group: dK and dV stay in registers. Where
+there are too few pieces for all programs, each has a part of the group's heads, and dK and dV of
+its own, which are added up later.
 Scores are computed the other way round, (keys, queries), so that p and ds are operands of dV and dK
 just as they are in registers. Only ds goes through shared memory, for dQ = ds' · k over the keys of
 both consumers, of which each computes half of the columns, or of the rows where a block has 128
@@ -139,7 +141,7 @@ def produce(
     (
         q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, blocks_ptr, tiles_ptr, counter_ptr,
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, k_full, v_full, q_full, do_full,
-        item, item_full, item_empty, nheads_k, group, count, section, pairs,
+        item, item_full, item_empty, heads, parts, group, count, section, pairs,
     ) = loads
     items = count * pairs
     n, w, shorts, number = 0, 0, 0, first_item(counter_ptr, items, OWN)
@@ -147,14 +149,15 @@ def produce(
         block, pair = place(number, pairs, count, section)
         row, columns, j0, first_tile = scalars(blocks_ptr + block * 16)
         last_tile = gl.load(blocks_ptr + block * 16 + 4)
-        batch, head_k = pair // nheads_k, pair % nheads_k
+        batch, part = pair // heads, pair % heads
+        head_k = part // parts
         mbarrier.wait(item_empty.index(w % 2), ((w // 2) & 1) ^ 1)
-        tell(item.index(w % 2), (columns, row, batch, head_k, j0, first_tile, last_tile))
+        tell(item.index(w % 2), (columns, row, batch, part, j0, first_tile, last_tile))
         mbarrier.arrive(item_full.index(w % 2))
         load_halves(k_desc, batch, head_k, row, k_full.index(w % 2), k_smem, w % 2 * 2)
         waiting = 1
         for member in range(group):
-            head = head_k * group + member
+            head = part * group + member
             for tile in range(first_tile, last_tile):
                 begin, _, _, end, last, q_len = span_of(
                     tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M
@@ -202,11 +205,11 @@ def add(C: gl.constexpr, adds, BLOCK_M: gl.constexpr):
     mbarrier.wait(item_full.index(0), 0)
     while told(item.index(w % 2), 0) > 0:
         it = item.index(w % 2)
-        columns, batch, head_k, j0 = told(it, 0), told(it, 2), told(it, 3), told(it, 4)
+        columns, batch, part, j0 = told(it, 0), told(it, 2), told(it, 3), told(it, 4)
         first_tile, last_tile = told(it, 5), told(it, 6)
         mbarrier.arrive(item_empty.index(w % 2))
         for member in range(group):
-            head = head_k * group + member
+            head = part * group + member
             for tile in range(first_tile, last_tile):
                 begin, _, _, end, last, _ = span_of(tiles_ptr, tile, j0, columns, 2 * HALF, BLOCK_M)
                 for i in range(begin, end, BLOCK_M):
@@ -426,13 +429,17 @@ def gradients(
 @gluon.jit(do_not_specialize=ANY_NUMBER)
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, counter_ptr,
-    blocks_ptr, tiles_ptr, scale, softcap, nheads_k, group, count, section, pairs, d, dv, dk_batch,
-    dk_row, dk_head, dv_batch, dv_row, dv_head,
+    blocks_ptr, tiles_ptr, scale, softcap, heads, group, count, section, pairs, parts, d, dv,
+    dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
     BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
     DQ: gl.constexpr, OWN: gl.constexpr,
 ):
-    """Gradients that 128 keys of one KV head have a part in: all query heads, all tiles."""
+    """Gradients that 128 keys of one KV head have a part in: all query heads, all tiles.
+
+    Or one of `parts` of its query heads: then a `group` is a part, and `heads`, as in dK and dV,
+    are all parts of all KV heads.
+    """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = q_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BLOCK_M], dtype)
@@ -475,7 +482,7 @@ def backward_kernel(
     loads = (
         q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, blocks_ptr, tiles_ptr, counter_ptr,
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, k_full, v_full, q_full, do_full,
-        item, item_full, item_empty, nheads_k, group, count, section, pairs,
+        item, item_full, item_empty, heads, parts, group, count, section, pairs,
     )
     if DQ:
         gl.warp_specialize(

@@ -74,7 +74,7 @@ def produce(
     (
         q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, tiles_ptr, q_smem, do_smem,
         k_smem, v_smem, lse_smem, delta_smem, dq_smem, kv_full, q_full, q_empty, do_full, do_empty,
-        dq_full, dq_empty, batch, head_k, group, row, j0, columns, first_tile, last_tile,
+        dq_full, dq_empty, batch, head_k, part, group, row, j0, columns, first_tile, last_tile,
     ) = loads
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     load_tile(k_desc, batch, head_k, row, kv_full.index(0), k_smem.index(0), False)
@@ -82,7 +82,7 @@ def produce(
     n, shorts = 0, 0
     head1, row1, head2, row2 = 0, 0, 0, 0  # of the last two blocks
     for member in range(group):
-        head = head_k * group + member
+        head = part * group + member
         for tile in range(first_tile, last_tile):
             begin, _, _, end, last, q_len = span_of(tiles_ptr, tile, j0, columns, HALF, BLOCK_M)
             for i in range(begin, end, BLOCK_M):
@@ -249,13 +249,17 @@ def consume(
 @gluon.jit(do_not_specialize=ANY_NUMBER)
 def backward_wide_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk_ptr, dv_ptr, blocks_ptr,
-    tiles_ptr, scale, softcap, nheads_k, group, count, section, d, dv, dk_batch, dk_row, dk_head,
-    dv_batch, dv_row, dv_head,
+    tiles_ptr, scale, softcap, heads, group, count, section, parts, d, dv, dk_batch, dk_row,
+    dk_head, dv_batch, dv_row, dv_head,
     BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
     DQ: gl.constexpr,
 ):
-    """Gradients that 64 keys of one KV head have a part in: all query heads, all tiles."""
+    """Gradients that 64 keys of one KV head have a part in: all query heads, all tiles.
+
+    Or one of `parts` of its query heads: then a `group` is a part, and `heads`, as in dK and dV,
+    are all parts of all KV heads.
+    """
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
     do_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, DV], dtype)
@@ -281,10 +285,10 @@ def backward_wide_kernel(
     entry = blocks_ptr + block * 16
     row, columns, j0, first_tile = scalars(entry)
     last_tile = gl.load(entry + 4)
-    batch, head_k = pair // nheads_k, pair % nheads_k
+    batch, part = pair // heads, pair % heads
     row64, batch64 = row.to(gl.int64), batch.to(gl.int64)
-    dk_ptr += batch64 * dk_batch + head_k * dk_head + row64 * dk_row
-    dv_ptr += batch64 * dv_batch + head_k * dv_head + row64 * dv_row
+    dk_ptr += batch64 * dk_batch + part * dk_head + row64 * dk_row
+    dv_ptr += batch64 * dv_batch + part * dv_head + row64 * dv_row
     shared = (
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, q_full, q_empty,
         do_full, do_empty, dq_full, dq_empty,
@@ -296,7 +300,8 @@ def backward_wide_kernel(
     loads = (
         q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dq_desc, tiles_ptr, q_smem, do_smem,
         k_smem, v_smem, lse_smem, delta_smem, dq_smem, kv_full, q_full, q_empty, do_full, do_empty,
-        dq_full, dq_empty, batch, head_k, group, row, j0, columns, first_tile, last_tile,
+        dq_full, dq_empty, batch, part // parts, part, group, row, j0, columns, first_tile,
+        last_tile,
     )
     gl.warp_specialize(
         [

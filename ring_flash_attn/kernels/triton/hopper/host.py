@@ -26,6 +26,7 @@ from ..launcher import (
     section,
 )
 from ..tables import Table, table
+from .parts import parts_kernel
 from .stats import prepare_kernel, stats_kernel
 
 VARIABLE, MARGIN = "RFA_HOPPER", "RFA_SM_MARGIN"
@@ -36,6 +37,8 @@ _COPIES = 4  # of what is known of rows
 _COUNTERS = 1024  # launches that may be under way together
 _REGISTERS = 168  # of a thread when a kernel begins; groups of warps exchange them later
 _ROWS = 256  # of a program of the small kernel
+_LONGEST = 1.25  # of a program's share of the work: longer pieces are split
+_SUMMED = 512  # numbers of a program that adds up parts
 _NUMBERS = 8192  # of out, of a program of the one that prepares the backward pass
 
 
@@ -245,6 +248,10 @@ def _by_keys(
     is_wide = d > 128
     keys = _HALF if is_wide else 2 * _HALF
     work = table(tiles, keys, sizes.block, True, q.device)
+    parts = split(work, q.shape[0], call)
+    found = [grads.dk, grads.dv]
+    if parts > 1:
+        found = [_parts(grad, parts, grads.fresh_k) for grad in found]
     lse, delta = stats
     rows = sizes.block
     launch(
@@ -258,11 +265,11 @@ def _by_keys(
             (lse, (1, rows)),
             (delta, (1, rows)),
         ),
-        (grads.dk, grads.dv),
+        found,
         work,
         call,
-        call.nheads_k,
-        {"d": call.headdim, "dv": call.headdim_v},
+        call.nheads_k * parts,
+        {"parts": parts, "d": call.headdim, "dv": call.headdim_v},
         ({} if is_wide else {"OWN": grads.dk.dtype is not torch.float32})
         | {
             "BLOCK_M": rows,
@@ -272,11 +279,43 @@ def _by_keys(
             "SOFTCAP": call.softcap > 0,
             "GUARD": work.short,
             "EVEN": d == call.headdim and dv == call.headdim_v,
-            "FRESH": grads.fresh_k,
+            "FRESH": grads.fresh_k or parts > 1,
             "DQ": dq is not None,
         },
         None if is_wide else counter(q.device),
     )
+    if parts > 1:
+        for grad, each in zip((grads.dk, grads.dv), found, strict=True):
+            _add_up(each, grad, grads.fresh_k)
+
+
+def split(work: Table, batch: int, call: Call) -> int:
+    """Into how many parts a group of query heads goes, so that there is work for all programs.
+
+    As few as it takes for none to be much longer than a program's share.
+    """
+    group = call.nheads // call.nheads_k
+    share = batch * call.nheads_k * work.total / free_processors(call.device)
+    parts = (n for n in range(1, group) if group % n == 0 and work.longest <= n * _LONGEST * share)
+    return next(parts, group)
+
+
+def _parts(grad: Tensor, parts: int, fresh: bool) -> Tensor:
+    """Where parts of dK or dV go; zeros where there may be keys that no tile names."""
+    batch, rows, nheads_k, d = grad.shape
+    make = torch.empty if fresh else torch.zeros
+    return make(batch, rows, nheads_k * parts, d, dtype=torch.float32, device=grad.device)
+
+
+def _add_up(parts: Tensor, grad: Tensor, fresh: bool) -> None:
+    """Their sum, written to a gradient or added to it."""
+    batch, rows, nheads_k, d = grad.shape
+    width = power_of_2(d)
+    block = _SUMMED // width
+    count = batch * rows * nheads_k
+    numbers = (count, rows, nheads_k, d, *grad.stride()[:3])
+    constants = (parts.shape[2] // nheads_k, block, width, fresh)
+    launch_plain(parts_kernel, -(-count // block), (parts, grad), (*numbers, *constants))
 
 
 def backward_sizes(d: int, dv: int, softcap: bool) -> Sizes:
@@ -347,7 +386,7 @@ def launch(
         work: what each program does.
         call: the call.
         nheads: heads that have programs of their own.
-        widths: head dimensions.
+        widths: head dimensions; before them, if groups may be split, into how many parts.
         constants: by name, for the compiler.
         taken: of a kernel whose programs do one piece of work after the other, how many are taken.
     """
@@ -357,6 +396,7 @@ def launch(
     key = (
         kernel,
         id(work),
+        nheads,
         call.key,
         *constants.values(),
         *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
@@ -370,7 +410,7 @@ def launch(
         "scale": float(call.softmax_scale),
         "softcap": float(call.softcap or 1.0),
         "heads": nheads,
-        "group": call.nheads // call.nheads_k,
+        "group": call.nheads // (call.nheads_k * widths.get("parts", 1)),
         "count": count,
         "section": section(pairs, nheads, work, call),
         **({} if taken is None else {"pairs": pairs}),

@@ -6,8 +6,8 @@ from .gluon import fence_async_shared, gl, gluon, load_numbers, mbarrier
 
 # Arguments whose divisibility helps nobody: one kernel for all.
 ANY_NUMBER = [
-    "nheads", "nheads_k", "group", "count", "section", "pairs", "d", "dv", "l_batch", "l_head",
-    "l_row", "e_batch", "e_head", "e_row",
+    "nheads", "nheads_k", "heads", "group", "count", "section", "pairs", "parts", "d", "dv",
+    "l_batch", "l_head", "l_row", "e_batch", "e_head", "e_row",
 ]
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
