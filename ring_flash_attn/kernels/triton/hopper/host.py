@@ -292,10 +292,11 @@ def _by_keys(
 def split(work: Table, batch: int, call: Call) -> int:
     """Into how many parts a group of query heads goes, so that there is work for all programs.
 
-    As few as it takes for none to be much longer than a program's share.
+    As few as it takes for none to be much longer than a program's share. As parts are added up one
+    by one, results depend on it: so not on how many processors are left to others.
     """
     group = call.nheads // call.nheads_k
-    share = batch * call.nheads_k * work.total / free_processors(call.device)
+    share = batch * call.nheads_k * work.total / processors(call.device)
     parts = (n for n in range(1, group) if group % n == 0 and work.longest <= n * _LONGEST * share)
     return next(parts, group)
 
