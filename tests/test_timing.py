@@ -8,12 +8,13 @@ from ring_flash_attn.bench.timing import WARM_UP, Stopwatch, Timing, interleaved
 class _Told(Stopwatch):
     """Says that works take what they return."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts=(0.5,)) -> None:
         self.leads: list[float] = []
+        self._hosts = list(hosts)
 
     def time(self, work, host=1.0):
         self.leads.append(host)
-        return Timing(work(), 0.5)
+        return Timing(work(), self._hosts.pop(0) if len(self._hosts) > 1 else self._hosts[0])
 
 
 def _timed(rounds, **spans):
@@ -61,3 +62,10 @@ def test_medians_over_all_runs() -> None:
     assert found["short"].median.device == 2.0
     assert found["long"].median.device == 6.0
     assert set(watch.leads[2:]) == {0.5}, "the lead is as long as the host needed"
+
+
+def test_the_lead_grows_with_the_host_but_not_with_every_hiccup() -> None:
+    """A run that waits for the host says nothing about the device."""
+    watch = _Told([0.5, 0.4, 0.9, 0.6, 70.0, 0.6])
+    interleaved({"a": lambda: 1.0}, watch, 6, lambda line: None)
+    assert watch.leads[1:] == [0.5, 0.5, 0.9, 0.9, 2.0, 2.0]
