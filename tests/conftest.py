@@ -24,6 +24,14 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         pool.stop()
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """A process that interprets Triton's kernels; a module's own, since it may change them."""
+    pool = Ranks(1, environment={"TRITON_INTERPRET": "1"})
+    yield pool
+    pool.stop()
+
+
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
     """What nobody has written yet is NaN, so that using it shows."""

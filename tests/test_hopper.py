@@ -1,7 +1,7 @@
 """The Hopper kernels on the CPU, through an interpreter of ours, against the oracle.
 
 The small kernels beside them go through Triton's own interpreter, which has to be chosen before
-triton is imported; so the cases run in processes of their own, two at a time.
+triton is imported; so the cases run in a process of their own.
 """
 
 from __future__ import annotations
@@ -78,13 +78,6 @@ CASES = {
     "ordered_128_v_64": replace(SMALL, lengths=(290,), headdim=128, headdim_v=64, options=ORDERED),
     "ordered_256": replace(SMALL, lengths=(200,), headdim=256, headdim_v=256, options=ORDERED),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks(1, environment={"TRITON_INTERPRET": "1"})
-    yield pool
-    pool.stop()
 
 
 @pytest.fixture(scope="module")
@@ -475,74 +468,3 @@ def test_programs_share_the_work_and_leave_the_counter_at_zero(pool: Ranks) -> N
         for found in errors:
             assert all(error < DTYPES["bf16"][1] for error in found.values()), found
         assert counter == 0
-
-
-def _with_groups_split(rank: int, world_size: int, name: str) -> tuple[dict[str, float], list[Any]]:
-    """Errors where there are more processors than pieces of work, and parts of each launch."""
-    with _poisoned_memory(), _counted() as launches:
-        from ring_flash_attn.kernels.triton.hopper import host
-
-        with (
-            mock.patch.object(host, "in_order", _unless_told),
-            mock.patch.object(host, "processors", return_value=99),
-            mock.patch.object(host, "free_processors", return_value=99),
-        ):
-            errors = _errors(CASES[name])
-    return errors, [call.args[6].get("parts") for call in launches.call_args_list]
-
-
-@pytest.mark.parametrize("name", ["mqa", "steps", "documents", "sources", "ordered", "headdim_256"])
-def test_groups_of_heads_are_split_where_there_is_too_little_to_do(pool: Ranks, name: str) -> None:
-    """On one rank and in rings, in one order or not."""
-    ((errors, parts),) = pool.run(_with_groups_split, name)
-    _, tolerance = DTYPES[CASES[name].dtype]
-    assert all(error < tolerance for error in errors.values()), errors
-    most = CASES[name].nheads // CASES[name].nheads_k
-    assert most > 1
-    assert set(parts) == {None, most}
-
-
-def _with_processors_left_to_others(rank: int, world_size: int) -> tuple[bool, list[Any]]:
-    """Whether gradients are the same to the bit, and parts of each launch."""
-    generator = torch.Generator().manual_seed(0)
-    leaves = [
-        torch.randn(1, 300, heads, 64, generator=generator).half().requires_grad_()
-        for heads in (4, 2, 2)
-    ]
-    found = []
-    with _counted() as launches:
-        from ring_flash_attn.kernels.triton.hopper import host
-
-        for free in (99, 2):
-            with (
-                mock.patch.object(host, "processors", return_value=99),
-                mock.patch.object(host, "free_processors", return_value=free),
-            ):
-                out = rfa.triton_flash_attn_func(*leaves, causal=True, deterministic=True)
-                found.append(torch.autograd.grad(out.sum(), leaves))
-    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return same, [call.args[6].get("parts") for call in launches.call_args_list]
-
-
-def test_processors_left_to_others_change_no_bit(pool: Ranks) -> None:
-    for same, parts in pool.run(_with_processors_left_to_others, timeout=60):
-        assert same
-        assert parts == [None, 2, None] * 2
-
-
-@pytest.mark.parametrize(
-    ("nheads_k", "seqlen", "parts"),
-    [(8, 8192, 1), (8, 4096, 1), (8, 2048, 2), (8, 512, 4), (1, 8192, 4), (32, 512, 1)],
-)
-def test_into_how_many_parts(
-    nheads_k: int, seqlen: int, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """32 query heads under a causal mask, on an H200."""
-    from ring_flash_attn.kernels.triton.hopper import host
-    from ring_flash_attn.kernels.triton.tables import table
-
-    monkeypatch.setattr(host, "processors", lambda device: 132)
-    cpu, span = torch.device("cpu"), Span(0, seqlen, 0, 1, 0, 0)
-    work = table((Tile(span, span, -seqlen, 0, True, True),), 128, 64, True, cpu)
-    call = Call(cpu, torch.bfloat16, 32, nheads_k, 128, 128, 0.1, Mask(right=0))
-    assert host.split(work, 1, call) == parts

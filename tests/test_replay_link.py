@@ -139,7 +139,8 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     one.wait()
     other.wait()
     mixed = [received(1, 1, 1, 1), received(1, 1, 1, 2, dtype=torch.bfloat16)]
-    other.post([*mixed, received(1, 1, 1, 1)])  # 12 bytes
+    mixed.append(received(1, 1, 1, 1))
+    other.post(mixed)  # 12 bytes
 
     def of_post(begin: int, seconds: float) -> list[tuple[object, ...]]:
         return [

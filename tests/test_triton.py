@@ -1,7 +1,7 @@
 """The Triton kernel through Triton's interpreter on the CPU, every feature against the oracle.
 
-The interpreter has to be chosen before triton is imported, so the cases run in processes of their
-own, two at a time.
+The interpreter has to be chosen before triton is imported, so the cases run in a process of their
+own.
 """
 
 from __future__ import annotations
@@ -167,13 +167,6 @@ def _poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    pool = Ranks(1, environment={"TRITON_INTERPRET": "1"})
-    yield pool
-    pool.stop()
 
 
 @pytest.mark.parametrize("name", CASES)

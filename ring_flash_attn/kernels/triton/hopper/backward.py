@@ -4,6 +4,7 @@ A piece of work is 128 keys of one KV head, 64 for each of two consumers, which 
 blocks of queries that see them, of all query heads of the group: dK and dV stay in registers. Where
 there are too few pieces for all programs, each has a part of the group's heads, and dK and dV of
 its own, which are added up later.
+
 Scores are computed the other way round, (keys, queries), so that p and ds are operands of dV and dK
 just as they are in registers. Only ds goes through shared memory, for dQ = ds' · k over the keys of
 both consumers, of which each computes half of the columns, or of the rows where a block has 128

@@ -1,0 +1,95 @@
+"""Groups of query heads in parts: the Hopper backward where there are few pieces of work."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import Ranks
+from test_hopper import CASES, _counted, _unless_told
+from test_triton import DTYPES, _errors, _poisoned_memory
+
+import ring_flash_attn as rfa
+from ring_flash_attn.kernels.base import Call
+from ring_flash_attn.layout import Span
+from ring_flash_attn.tiles import Mask, Tile
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+def _with_groups_split(rank: int, world_size: int, name: str) -> tuple[dict[str, float], list[Any]]:
+    """Errors where there are more processors than pieces of work, and parts of each launch."""
+    with _poisoned_memory(), _counted() as launches:
+        from ring_flash_attn.kernels.triton.hopper import host
+
+        with (
+            mock.patch.object(host, "in_order", _unless_told),
+            mock.patch.object(host, "processors", return_value=99),
+            mock.patch.object(host, "free_processors", return_value=99),
+        ):
+            errors = _errors(CASES[name])
+    return errors, [call.args[6].get("parts") for call in launches.call_args_list]
+
+
+@pytest.mark.parametrize(
+    "name", ["mqa", "steps", "documents", "sources", "query_ring", "ordered", "headdim_256"]
+)
+def test_groups_of_heads_are_split_where_there_is_too_little_to_do(pool: Ranks, name: str) -> None:
+    """On one rank and in rings, also where steps add to the same dK and dV; in one order or not."""
+    ((errors, parts),) = pool.run(_with_groups_split, name)
+    _, tolerance = DTYPES[CASES[name].dtype]
+    assert all(error < tolerance for error in errors.values()), errors
+    most = CASES[name].nheads // CASES[name].nheads_k
+    assert most > 1
+    assert set(parts) == {None, most}
+
+
+def _with_processors_left_to_others(rank: int, world_size: int) -> tuple[bool, list[Any]]:
+    """Whether gradients are the same to the bit, and parts of each launch."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(1, 300, heads, 64, generator=generator).half().requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    found = []
+    with _counted() as launches:
+        from ring_flash_attn.kernels.triton.hopper import host
+
+        for free in (99, 2):
+            with (
+                mock.patch.object(host, "processors", return_value=99),
+                mock.patch.object(host, "free_processors", return_value=free),
+            ):
+                out = rfa.triton_flash_attn_func(*leaves, causal=True, deterministic=True)
+                found.append(torch.autograd.grad(out.sum(), leaves))
+    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return same, [call.args[6].get("parts") for call in launches.call_args_list]
+
+
+def test_processors_left_to_others_change_no_bit(pool: Ranks) -> None:
+    for same, parts in pool.run(_with_processors_left_to_others, timeout=60):
+        assert same
+        assert parts == [None, 2, None] * 2
+
+
+@pytest.mark.parametrize(
+    ("nheads_k", "seqlen", "parts"),
+    [(8, 8192, 1), (8, 4096, 1), (8, 2048, 2), (8, 512, 4), (1, 8192, 4), (32, 512, 1)],
+)
+def test_into_how_many_parts(
+    nheads_k: int, seqlen: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 query heads under a causal mask, on an H200."""
+    from ring_flash_attn.kernels.triton.hopper import host
+    from ring_flash_attn.kernels.triton.tables import table
+
+    monkeypatch.setattr(host, "processors", lambda device: 132)
+    cpu, span = torch.device("cpu"), Span(0, seqlen, 0, 1, 0, 0)
+    work = table((Tile(span, span, -seqlen, 0, True, True),), 128, 64, True, cpu)
+    call = Call(cpu, torch.bfloat16, 32, nheads_k, 128, 128, 0.1, Mask(right=0))
+    assert host.split(work, 1, call) == parts
