@@ -27,6 +27,7 @@ from ring_flash_attn import (
     ring_flash_attn_func,
     ring_flash_attn_varlen_func,
     stripe_flash_attn_func,
+    unshard,
     zigzag_ring_flash_attn_func,
 )
 from ring_flash_attn.comm import agreement
@@ -352,6 +353,29 @@ def test_calls_after_one_that_failed_in_different_places_are_refused(ranks: Any)
 def test_without_the_check_a_group_with_messages_under_way_is_refused(ranks: Any) -> None:
     for said in ranks(3).run(after_a_failure, [0, 0, 0], "off"):
         assert all("make a new process group" in message for message in said[1:])
+
+
+def backward_after_a_failure(rank: int, n: int) -> tuple[str, bool]:
+    """What a backward pass says after a call that failed; what is gathered after that."""
+    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=5))
+    x = [t.requires_grad_() for t in tensors(1, 6, 2, 8)]
+    out = ring_flash_attn_func(*x, group=group)
+    with (
+        mock.patch("ring_flash_attn.job.choose_kernel", return_value=Failing(0)),
+        pytest.raises(MemoryError),
+    ):
+        ring_attention(*x, layout="contiguous", route="ring", sources_per_launch=1, group=group)
+    said = error_of(out.sum().backward)
+    whole = unshard(torch.full((1, 2), rank), "contiguous", group=group)
+    out.sum().backward()
+    return said, whole.tolist() == [[r for r in range(n) for _ in range(2)]]
+
+
+def test_a_backward_pass_after_a_failure_waits_for_the_ranks_to_meet(ranks: Any) -> None:
+    """It does not ask the others itself; the next call that does finds all of them even."""
+    for said, gathered in ranks(3).run(backward_after_a_failure):
+        assert "make a new process group" in said
+        assert gathered
 
 
 def own_message(rank: int, n: int) -> tuple[bool, bool]:

@@ -76,6 +76,12 @@ def call_failed(group: ProcessGroup, progress: str) -> None:
     _failed[group] = progress
 
 
+def refuse_after_failure(group: ProcessGroup) -> None:
+    """ValueError if a call has failed, and no later one has found out that all ranks are even."""
+    if group in _failed:
+        raise ValueError(_NEW_GROUP)
+
+
 def agree(signature: Signature, group: ProcessGroup, part: object = None) -> list[Any]:
     """Return if every rank of the group makes a call of this signature.
 
@@ -94,11 +100,10 @@ def agree(signature: Signature, group: ProcessGroup, part: object = None) -> lis
     """
     if dist.get_world_size(group) == 1:
         return []
-    failed = _failed.get(group)
     if check_mode() == "off":
-        if failed is not None:
-            raise ValueError(f"{_NEW_GROUP} (RFA_CHECK=off: the ranks cannot tell)")
+        refuse_after_failure(group)
         return []
+    failed = _failed.get(group)
     known = _known.get(group)
     if known is None:
         known = _known[group] = _Known(group)
@@ -161,9 +166,10 @@ def _read(keys: Sequence[str], group: ProcessGroup, store: Any) -> dict[int, Any
 def _get(store: Any, key: str) -> str | None:
     """What is posted there; None if it is not, or not any more."""
     try:
-        return str(store.get(key).decode()) if store.check([key]) else None
+        text: bytes = store.get(key) if store.check([key]) else b""
     except RuntimeError:  # removed in between
         return None
+    return text.decode() or None  # a TCPStore answers so if it was removed in between
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..trace import span
-from .agreement import call_failed
+from .agreement import agree, call_failed, refuse_after_failure
 from .base import Message
 
 _TAG = 0x524641  # on gloo: a user's own messages in the group, with another tag, are not ours
@@ -71,6 +71,7 @@ def gather_shards(
     local: Tensor, shapes: Sequence[tuple[int, ...]], group: ProcessGroup
 ) -> list[Tensor]:
     """Every rank's contiguous tensor, on every rank; shapes may differ."""
+    agree((("gathered", str(local.dtype)), ("shapes", tuple(shapes))), group)
     connect(group, local.device)
     transport = DistributedTransport(group, local.device)
     rank = dist.get_rank(group)
@@ -93,6 +94,7 @@ class DistributedTransport:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        refuse_after_failure(group)
         self._group, self._posted = group, 0
         self._gloo = _is_gloo(group, device)
         self._staged = self._gloo and device.type != "cpu"
