@@ -79,16 +79,15 @@ def _band(dtype: torch.dtype) -> float:
     return ROUNDINGS * torch.finfo(dtype).eps + SUMMATION * torch.finfo(torch.float32).eps
 
 
-def size_of(tensor: str, dtype: torch.dtype, largest_value: float, scale: float) -> float:
+def size_of(dtype: torch.dtype, largest_value: float, scale: float) -> float:
     """What errors of a tensor are relative to: its largest value, as in the original documents.
 
-    Where the terms cancel, as in gradients of a few tokens, less may be left than their rounding.
-    Then it is so much that the rounding band is what is accepted; in fp32 and fp64, where no
-    relative error was ever set, the scale of the terms if nothing is left.
+    Where the terms of a gradient cancel, as they do with a few tokens, less may be left than their
+    rounding. Then it is so much that the rounding band is what is accepted; in fp32 and fp64, for
+    which no relative error was ever set, the scale of the terms if nothing is left.
     """
-    accepted = accepted_relative(tensor, dtype)
-    if accepted is not None:
-        return max(largest_value, _band(dtype) / accepted * scale)
+    if dtype in _HALF:
+        return max(largest_value, _band(dtype) / ACCEPTED_GRADIENT * scale)
     return largest_value if largest_value > _ZERO * scale else scale
 
 
@@ -113,7 +112,7 @@ def limit_of(
     accepted = accepted_relative(tensor, dtype)
     if accepted is None:
         return limit
-    return min(limit, accepted * size_of(tensor, dtype, largest_value, scale))
+    return min(limit, accepted * size_of(dtype, largest_value, scale))
 
 
 def compare(
@@ -149,7 +148,7 @@ def compare(
         max=worst,
         mean=float(apart.sum()) / count,
         rmse=float(apart.square().sum() / count) ** 0.5,
-        relative=worst / (size_of(tensor, dtype, largest_value, scale) or 1.0),
+        relative=worst / (size_of(dtype, largest_value, scale) or 1.0),
         plain=plain,
         limit=limit_of(tensor, dtype, plain, largest_value, scale),
     )
