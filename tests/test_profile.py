@@ -354,7 +354,7 @@ def test_texts_of_the_measurements() -> None:
     alone = "\n".join(baseline_lines(replace(results, rows=rows[:1])))
     assert [line.split(":")[1].strip() for line in alone.splitlines() if "(" in line] == [
         *("1.000 ms", "3.000 ms", "2.000 ms", "6.000 ms"),
-        *("60 TFLOP/s", "20 TFLOP/s"),
+        *("60 TFLOP/s", "20 TFLOP/s", "3.0"),
     ]
 
 

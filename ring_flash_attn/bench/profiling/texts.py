@@ -25,7 +25,7 @@ def baseline_lines(results: Results) -> Iterator[str]:
             yield f"  {f'Time ({name}):':<20}{ms:.3f} ms"
         for name, ms in (("peak", fastest), ("avg", average)):
             yield f"  {f'TFLOP/s ({name}):':<20}{work / ms:.4g} TFLOP/s"
-        yield f"  {'Memory:':<20}{_mib(row)} MiB"
+        yield f"  {'Memory (MiB):':<20}{_mib(row)}"
 
 
 def comparison_lines(results: Results, base: str) -> Iterator[str]:
