@@ -88,8 +88,8 @@ def verify(
         bool,
         typer.Option(
             "--report",
-            help="Errors of each function and tensor beside the accepted ones; differences from one "
-            "device and between kernels.",
+            help="Errors of each function and tensor beside the accepted ones; differences from "
+            "one device, and of kernels.",
         ),
     ] = False,
     markdown: Annotated[
@@ -114,7 +114,8 @@ def verify(
     rfa verify 'flash_attn_*' --dtype bfloat16 --report
     rfa verify 'zigzag_*' --world-size 8 --report -v --markdown precision.md
     rfa verify ring_attention --layout stripe --feature window -vv
-    torchrun --nproc_per_node 8 -m ring_flash_attn.cli verify --kernel triton --kernel native --report
+    rfa verify --kernel triton --kernel native --report
+    torchrun --nproc_per_node 8 -m ring_flash_attn.cli verify --kernel triton --kernel native
     """
     ranks = None if virtual else launch.torchrun_rank()
     try:

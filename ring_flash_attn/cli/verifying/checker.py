@@ -12,6 +12,7 @@ import torch
 from ...comm import launch
 from ...kernels.base import AUTO, Call, choose_kernel
 from ...tiles import Mask
+from ..versus import refuse_kernels
 from .answers import Inputs, answer, make_inputs, torch_dtype
 from .callers import Tensors, call_on_rank, call_virtual, part, tokens
 from .cases import Case, Choice
@@ -209,32 +210,27 @@ def _kernel(case: Case, device: torch.device) -> str:
 def check_kernels(cases: Sequence[Case], choice: Choice) -> None:
     """NotImplementedError for kernels that can do none of the cases they were asked for."""
     device = launch.rank_device(choice.device, 0)
-    refused = []
+    refused = {}
     for kernel in dict.fromkeys(case.kernel for case in cases if case.kernel != AUTO):
         own = [case for case in cases if case.kernel == kernel]
-        reason = _why_none(own, device)
-        if reason is not None:
-            asked = f"--kernel {kernel}" if kernel in choice.kernels else own[0].function
-            refused.append(f"{asked} can do none of these cases on {device.type}:\n{reason}")
-    if not refused:
-        return
-    if choice.device == "cpu" and torch.cuda.is_available():
-        refused.append("There is a GPU here: --device cuda takes it.")
-    refused.append("Leave these kernels out; `rfa info` says what can run here.")
-    raise NotImplementedError("\n".join(refused))
+        reasons = _why_none(own, device)
+        if reasons:
+            asked = f"kernel {kernel!r}" if kernel in choice.kernels else own[0].function
+            refused[asked] = reasons
+    refuse_kernels(refused, device)
 
 
-def _why_none(cases: Sequence[Case], device: torch.device) -> str | None:
-    """Why none of the cases can be done, in the words of the one closest to it; None if one can."""
-    reasons: list[list[str]] = []
+def _why_none(cases: Sequence[Case], device: torch.device) -> list[str]:
+    """Of each case why it cannot be done; nothing if one can."""
+    reasons = []
     for case in cases:
         try:
             _kernel(case, device)
         except NotImplementedError as error:
-            reasons.append(str(error).splitlines()[1:])
+            reasons.append(str(error))
         else:
-            return None
-    return "\n".join(min(reasons, key=len))
+            return []
+    return reasons
 
 
 def _call(question: Question, scale: float, device: torch.device) -> Call:

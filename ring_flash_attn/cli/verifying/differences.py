@@ -63,9 +63,7 @@ class Differences:
         used, tensors = self._baseline.get(key, ("", None))
         return None if used == kernel else tensors
 
-    def _compare(
-        self, case: Case, rank: int, found: Tensors, other: Tensors
-    ) -> tuple[Error, ...]:
+    def _compare(self, case: Case, rank: int, found: Tensors, other: Tensors) -> tuple[Error, ...]:
         """Errors against other tensors, which may be as far from the right ones as these."""
         right = answer(case.question, self._device)
         errors = (

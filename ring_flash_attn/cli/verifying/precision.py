@@ -121,9 +121,7 @@ def _line(group: Sequence[Result], errors: Sequence[Error], rank: str, world_siz
     )
 
 
-def by_place(
-    lines: Sequence[Line], what: str = "Precision"
-) -> Iterator[tuple[str, list[Line]]]:
+def by_place(lines: Sequence[Line], what: str = "Precision") -> Iterator[tuple[str, list[Line]]]:
     """Lines on one device, and lines on ranks, each with a title."""
     for single, own in groupby(lines, key=_is_single):
         found = list(own)
