@@ -188,6 +188,10 @@ def test_a_gate_on_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ]
         return [*rows, Row("compare", "fa2", "both", of.to_dict(), failed="cannot: no GPU")]
 
+    def without_baseline(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
+        base = Row("compare", "SDPA math", "both", of.to_dict(), failed="out of memory")
+        return [base, Row("compare", "reference", "both", of.to_dict(), {}, (1.0,), 1.0)]
+
     monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
     path = tmp_path / "compare.json"
     beside = ("--versus", "SDPA math", "--device", "cpu")
@@ -203,6 +207,10 @@ def test_a_gate_on_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     named = rfa("compare", "reference", "fa2", *TINY, *beside, "--min-speed", "0.4")
     assert named.exit_code == 1, named.output
     assert "fa2, both: it failed" in named.output, "it was asked for"
+    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", without_baseline)
+    failed = rfa("compare", *TINY, *beside, "--gate")
+    assert failed.exit_code == 1, failed.output
+    assert "reference, both: the baseline failed" in failed.output
 
 
 @pytest.mark.parametrize("command", ["bench", "compare"])

@@ -145,10 +145,11 @@ def print_versus(
         memory = f"memory < {100 * limits.max_memory:g} %"
     missed = len(complaints)
     verdict = f"{missed} of {judged} rows miss it" if missed else f"all {judged} rows pass"
+    verdict = verdict if judged else "there is nothing to judge"
     console.print(f"gate: speed > {100 * limits.min_speed:g} % of {versus}'s, {memory}: {verdict}")
     for line in complaints:
         console.print(f"  {line}", style="bold red", markup=False, soft_wrap=True)
-    return not missed
+    return judged > missed == 0
 
 
 def _notes(versus: str, spread: bool) -> Iterator[str]:
