@@ -195,9 +195,11 @@ def _device(given: str | None) -> str:
 
 def _check_versus(cases: Sequence[Case], versus: str | None) -> None:
     """ValueError if no function can be compared with the kernel that the user named."""
-    if versus is not None and all(case.kernel == versus for case in cases):
+    if versus is None or not cases:
+        return
+    if all(case.kernel == versus for case in cases):
         raise ValueError(f"--versus {versus}: no other --kernel is compared with it")
-    if versus is not None and all(case.kernel != versus for case in cases):
+    if all(case.kernel != versus for case in cases):
         raise ValueError(f"--versus {versus}: the functions' own names say their kernel")
 
 

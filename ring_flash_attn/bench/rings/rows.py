@@ -42,7 +42,7 @@ def _row(finding: Finding, passes: str, place: Mapping[str, Any], replayed: bool
     if finding.failed is not None:
         return Row(RING, kernel, passes, *common, failed=finding.failed)
     timed = finding.timed[passes]
-    row = Row(RING, target.scenario.kernel, passes, *common, timed.samples_ms)
+    row = Row(RING, kernel, passes, *common, timed.samples_ms)
     assert row.ms is not None, "a run at least"
     values = {
         "theoretic_ms": timed.theoretic_ms,

@@ -86,5 +86,5 @@ def run(
             settings = Settings(*where, repeats, grad, way.timeout)
             findings = measure_rings(chosen.targets, settings, report)
     every = (*findings, *chosen.impossible)
-    compared = (chosen.versus, chosen.baselines, limits)
-    return Found(way, repeats, passes, every, replays, *compared)
+    beside = (chosen.versus, chosen.baselines, limits)
+    return Found(way, repeats, passes, every, replays, *beside)
