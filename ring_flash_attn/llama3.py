@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .checks import document_lengths
+from .checks import check_flag, check_integer, document_lengths
 from .layout import Span
 from .pieces import Piece
 from .plan import Heads, Side
@@ -37,11 +37,14 @@ def llama3_flash_attn_prepare_cu_seqlens(
         local_k_slice, the part of the gathered keys that the rank's queries need.
     """
     lengths = document_lengths(cu_seqlens)
+    causal = check_flag("causal", causal)
+    world_size = check_integer("world_size", world_size, 1)
+    rank = check_integer("rank", rank)
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
     total = offsets[-1]
-    if world_size < 1 or total == 0 or total % world_size:
+    if total == 0 or total % world_size:
         raise ValueError(
             f"cu_seqlens ends at {total}, which must be a positive multiple of {world_size} ranks"
         )

@@ -6,6 +6,7 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plain_library import PlainLibrary
@@ -161,7 +162,7 @@ def test_backward_does_not_ask_for_autocast() -> None:
 
 LIMITS = {
     "tensor": lambda: torch.tensor(21),
-    "float": lambda: 21.0,
+    "number of NumPy": lambda: np.int64(21),
     "number of a tensor": lambda: CU_SEQLENS.diff().max().item(),
 }
 
