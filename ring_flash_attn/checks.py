@@ -17,6 +17,7 @@ from .host_copy import host_values
 
 CuSeqlens = Tensor | Sequence[int]
 
+_LARGEST = 2**63 - 1  # of tensors' sizes
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -76,20 +77,19 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
     """An int, at least `least`; NumPy's and 0-dim tensors will do, bools and floats will not."""
     if type(value) is not int:
         value = _integer(name, value, least)
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be {_an_integer(least)}, not {value}")
+    if (least is not None and value < least) or value > _LARGEST:
+        raise ValueError(f"{name} must be {_an_integer(least)} of 64 bits, not {value}")
     return int(value)
 
 
 def _integer(name: str, value: Any, least: int | None) -> int:
     value = _plain(name, value)
     try:
-        number = operator.index(value)
+        if not isinstance(value, bool) and not hasattr(value, "shape"):
+            return operator.index(value)
     except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"{name} must be {_an_integer(least)}, not {_shown(value)}")
-    return number
+        pass
+    raise TypeError(f"{name} must be {_an_integer(least)}, not {_shown(value)}")
 
 
 def _an_integer(least: int | None) -> str:
@@ -127,7 +127,7 @@ def _plain(name: str, value: Any) -> Any:
 def _shown(value: object) -> str:
     """A value in an error: short, and never a tensor's elements."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)
     short = len(text) <= 80 and "\n" not in text
     return text if short else f"{text[:77].splitlines()[0]}… ({type(value).__name__})"
@@ -152,7 +152,7 @@ def check_device(name: str, value: Any) -> torch.device | None:
         raise TypeError(f"{name} must be a torch.device, its name or None, not {_shown(value)}")
     try:
         return torch.empty(0, device=value).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} = {value!r}: {str(error).splitlines()[0]}") from None
 
 
@@ -324,13 +324,10 @@ def document_pairs(
 
 def _offsets(values: Any, name: str) -> tuple[int, ...]:
     """What a sequence or a NumPy array holds."""
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__getitem__"):
-        values = None
-    elif hasattr(values, "tolist"):
-        values = values.tolist()
-    if not isinstance(values, Sequence):
-        raise TypeError(f"{name} must be a tensor or a sequence of integers")
-    return tuple(check_integer(name, value) for value in values)
+    elements = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(elements, Sequence) or isinstance(elements, (str, bytes)):
+        raise TypeError(f"{name} must be a tensor or a sequence of integers, not {_shown(values)}")
+    return tuple(check_integer(name, element) for element in elements)
 
 
 @functools.lru_cache(maxsize=64)  # layers ask for the same

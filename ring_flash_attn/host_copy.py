@@ -63,10 +63,10 @@ def host_values(tensor: Tensor, name: str) -> tuple[int, ...]:
             used what it held earlier.
     """
     if not _is_far(tensor) or tensor.is_inference():  # an inference tensor has no version
-        return tuple(tensor.tolist())
+        return _read(tensor)
     if _capturing(tensor):  # a graph keeps the plan of its capture; events cannot be asked now
         copy = _copies.get(id(tensor))
-        return copy.values if copy and copy.is_of(tensor) else tuple(tensor.tolist())
+        return copy.values if copy and copy.is_of(tensor) else _read(tensor)
     raise_if_stale()
     key = id(tensor)
     copy = _copies.get(key)
@@ -74,7 +74,7 @@ def host_values(tensor: Tensor, name: str) -> tuple[int, ...]:
         _checks.append(_Check(name, copy, *_start_copy(tensor)))
         return copy.values
     version, address = tensor._version, tensor.data_ptr()
-    values = tuple(tensor.tolist())
+    values = _read(tensor)
     alive = weakref.ref(tensor, lambda gone: _forget(key, gone))
     _copies[key] = _Copy(alive, version, address, values)
     return values
@@ -109,6 +109,11 @@ def _short(values: tuple[int, ...]) -> str:
 def _is_far(tensor: Tensor) -> bool:
     """Whether reading it waits for a queue of work, and its copies can be checked later."""
     return tensor.is_cuda
+
+
+def _read(tensor: Tensor) -> tuple[int, ...]:
+    """Its elements; from a GPU, once that is done with all that was queued before."""
+    return tuple(tensor.tolist())
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -74,7 +74,8 @@ def _check_shard(problem: AnyProblem, local: Local, q: Tensor, k: Tensor) -> Non
             raise ValueError(
                 f"rank {rank} of {problem.world_size} holds {size} tokens of documents of "
                 f"{_short(lengths)} tokens in layout {problem.layout.name!r}, but {name} has "
-                f"{tensor.shape[1]} (see ring_flash_attn.shard)"
+                f"{tensor.shape[1]}: cu_seqlens and seqlen are those of all ranks together, and "
+                "ring_flash_attn.shard makes the shards"
             )
 
 

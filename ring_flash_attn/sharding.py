@@ -43,7 +43,7 @@ def shard(
     checks.check_tensor("x", x)
     dim = _token_dim(dim, cu_seqlens, x)
     rank, world_size = _who(rank, world_size, group)
-    sharding = _sharding(layout, cu_seqlens, x.shape[dim], world_size)
+    sharding = _sharding(layout, cu_seqlens, x.shape[dim], world_size, f"x in dim = {dim}")
     return x.index_select(dim, torch.tensor(sharding.tokens(rank), device=x.device).long())
 
 
@@ -83,10 +83,10 @@ def unshard(
     total = sum(part.shape[dim] for part in x)
     if seqlen is not None and seqlen != total:
         raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
-    sharding = _sharding(layout, cu_seqlens, total, len(x))
+    sharding = _sharding(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
     tokens = torch.tensor([t for rank in range(len(x)) for t in sharding.tokens(rank)])
     for rank, part in enumerate(x):
-        _check_size(sharding, rank, part.shape[dim])
+        _check_size(sharding, rank, part, dim)
     return torch.cat(list(x), dim).index_select(dim, tokens.long().argsort().to(x[0].device))
 
 
@@ -130,7 +130,7 @@ def _gather(
     if seqlen is None and cu_seqlens is None:
         seqlen = x.shape[dim] * world_size
     sharding = _sharding(layout, cu_seqlens, seqlen, world_size)
-    _check_size(sharding, rank, x.shape[dim])
+    _check_size(sharding, rank, x, dim)
     shapes = []
     for other in range(world_size):
         shape = list(x.shape)
@@ -182,7 +182,7 @@ def _token_dim(dim: int | None, cu_seqlens: CuSeqlens | None, x: Tensor) -> int:
     dim = checks.check_integer("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(
-            f"tokens are looked for in dimension {dim}, but the shape is {tuple(x.shape)}: give dim"
+            f"tokens are looked for in dimension {dim}, but x has shape {tuple(x.shape)}: give dim"
         )
     return dim
 
@@ -202,17 +202,24 @@ def _who(rank: int | None, world_size: int | None, group: ProcessGroup | None) -
 
 
 def _sharding(
-    layout: str, cu_seqlens: CuSeqlens | None, total: int | None, world_size: int
+    layout: str,
+    cu_seqlens: CuSeqlens | None,
+    total: int | None,
+    world_size: int,
+    where: str = "seqlen",
 ) -> Sharding:
     lengths = (total or 0,) if cu_seqlens is None else document_lengths(cu_seqlens)
     if cu_seqlens is not None and total is not None and sum(lengths) != total:
-        raise ValueError(f"cu_seqlens ends at {sum(lengths)}, but there are {total} tokens")
+        raise ValueError(
+            f"cu_seqlens ends at {sum(lengths)}, but there are {total} tokens ({where})"
+        )
     return Sharding(get_layout(layout), lengths, world_size)
 
 
-def _check_size(sharding: Sharding, rank: int, size: int) -> None:
-    if size != sharding.size(rank):
+def _check_size(sharding: Sharding, rank: int, x: Tensor, dim: int) -> None:
+    if x.shape[dim] != sharding.size(rank):
         raise ValueError(
             f"rank {rank} of {sharding.world_size} holds {sharding.size(rank)} tokens in layout "
-            f"{sharding.layout.name!r}, but its shard has {size}"
+            f"{sharding.layout.name!r} by seqlen or cu_seqlens, but its shard x has {x.shape[dim]} "
+            f"in dim = {dim}"
         )

@@ -51,6 +51,8 @@ def virtual_ring_attention(
     world_size = checks.check_integer("world_size", world_size, 1)
     Options(return_attn_probs=return_attn_probs, **options)  # before anything is computed
     packed = cu_seqlens is not None
+    if cu_seqlens_k is not None and not packed:
+        raise ValueError("cu_seqlens_k is given without cu_seqlens")
     checks.check_tensors(q, k, v, packed)
     lengths_q: tuple[int, ...] = (q.shape[1],)
     lengths_k: tuple[int, ...] = (k.shape[1],)
@@ -62,8 +64,6 @@ def virtual_ring_attention(
         checks.check_total(
             lengths_k, k, "k", "cu_seqlens_k" if cu_seqlens_k is not None else "cu_seqlens"
         )
-    elif cu_seqlens_k is not None:
-        raise ValueError("cu_seqlens_k is given without cu_seqlens")
     offsets_q, offsets_k = (
         [0, *accumulate(lengths)] if packed else None for lengths in (lengths_q, lengths_k)
     )
