@@ -13,6 +13,7 @@ from torch import Tensor
 from . import checks, comm
 from . import routes as _routes  # registers them
 from .attention import QKV, Job
+from .cache import Cache
 from .checks import CuSeqlens, document_lengths
 from .job import Options, Output, run_job, run_on_group, virtual_job
 from .kernels.base import registrations
@@ -221,8 +222,8 @@ def run_single_documents_qkv(
     return _on_one_device(q, k, v, (lengths, lengths), options)
 
 
-_ready: dict[tuple[object, ...], Job] = {}  # by all that the checks and the plan depend on
 _READY = 64  # plans of long packs are large
+_ready: Cache[tuple[object, ...], Job] = Cache(_READY)  # by all that checks and plan depend on
 
 
 def _on_one_device(
@@ -269,9 +270,7 @@ def single_job(
     problem = make_problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2])
     job = virtual_job("ring", problem, [shard], opts)
     if key is not None:
-        if len(_ready) >= _READY:
-            _ready.pop(next(iter(_ready)), None)
-        _ready[key] = job
+        _ready.add(key, job)
     return job, shard
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import checks, comm
 from .attention import QKV, Job, Local, attention
 from .kernels.base import Call, check_kernel, choose_kernel
-from .llama3 import Llama3Problem
+from .llama3 import Llama3Problem, check_parts
 from .path import Path
 from .plan import Problem, Side, make_plan
 from .tiles import Mask
@@ -109,7 +109,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: AnyProblem) -
 
 def draw_seed() -> Tensor:
     """From torch's generator, so that seeded runs repeat and checkpoints redraw the same mask."""
-    return torch.randint(1 << 62, (), dtype=torch.int64)
+    return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
 
 
 def run_on_group(
@@ -131,7 +131,14 @@ def run_on_group(
     call = _call(q, k, v, opts, problem)
     kernel = choose_kernel(opts.kernel, call)
     inputs = (q, k, v) if opts.sink is None else (q, k, v, opts.sink)
-    comm.agree(_signature(route, problem, call, kernel.name, inputs, same), group)
+    signature = _signature(route, problem, call, kernel.name, inputs, same)
+    if isinstance(problem, Llama3Problem) and comm.check_mode() == "values":
+        signature += (("RFA_CHECK", "values"),)
+        parts = comm.agree(signature, group, problem.documents)
+        if problem.size_q == problem.size_k:
+            check_parts(parts, problem.size_k)
+    else:
+        comm.agree(signature, group)
     comm.connect(group, q.device)  # whether or not this rank has anything to send
     if call.dropout_p:
         call = replace(call, seed=comm.share_seed(draw_seed(), group, q.device))

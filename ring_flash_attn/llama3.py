@@ -8,8 +8,9 @@ their keys lie in the gathered stream.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -76,6 +77,29 @@ def llama3_flash_attn_prepare_cu_seqlens(
     return tensor(cu_q), tensor(cu_k), longest_q, longest_k, slice(offsets[left], k_end)
 
 
+def check_parts(parts: Sequence[Sequence[int]], size: int) -> None:
+    """ValueError unless all ranks' `Llama3Problem.documents` are of one packed stream.
+
+    Args:
+        parts: of each rank.
+        size: keys of every rank.
+    """
+    for owner, theirs in enumerate(parts):
+        low, high = owner * size, (owner + 1) * size
+        for rank, ours in enumerate(parts):
+            known = range(max(ours[0], low), min(ours[-1], high))  # both know what begins here
+            found = {x for x in ours[:-1] if x in known}
+            wanted = {x for x in theirs[:-1] if x in known}
+            if found != wanted:
+                token = min(found ^ wanted)
+                has, lacks = (rank, owner) if token in found else (owner, rank)
+                raise ValueError(
+                    f"the ranks have different documents: for rank {has} one begins at token "
+                    f"{token} of the stream, for rank {lacks} none does (cu_seqlens_q, "
+                    f"cu_seqlens_k, local_k_slice)"
+                )
+
+
 @dataclass(frozen=True, slots=True)
 class Llama3Problem:
     """A `Problem` of which only one rank's part is known: all keys go to all ranks.
@@ -110,6 +134,11 @@ class Llama3Problem:
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Nobody can tell what the others need."""
         return True
+
+    @property
+    def documents(self) -> list[int]:
+        """Where in the gathered stream the documents here begin, and where the last one ends."""
+        return list(accumulate(self.lengths_k, initial=self.k_start))
 
     @property
     def all_heads(self) -> Heads:

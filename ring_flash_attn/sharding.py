@@ -84,7 +84,9 @@ def unshard(
     if seqlen is not None and seqlen != total:
         raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
     sharding = _sharding(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
-    tokens = torch.tensor([t for rank in range(len(x)) for t in sharding.tokens(rank)])
+    tokens = torch.tensor(
+        [t for rank in range(len(x)) for t in sharding.tokens(rank)], device="cpu"
+    )
     for rank, part in enumerate(x):
         _check_size(sharding, rank, part, dim)
     return torch.cat(list(x), dim).index_select(dim, tokens.long().argsort().to(x[0].device))
