@@ -29,6 +29,10 @@ import ring_flash_attn
 from ring_flash_attn.generate import PREFIXES
 from ring_flash_attn.job import Options
 
+pytestmark = [  # of the torch that makes them
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
+]
 ADAPTERS = {"substitute_hf_flash_attn", "update_ring_flash_attn_params"}  # in test_adapters_hf.py
 Arguments = dict[str, Any]
 
