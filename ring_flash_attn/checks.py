@@ -327,6 +327,8 @@ def _offsets(values: Any, name: str) -> tuple[int, ...]:
     elements = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(elements, Sequence) or isinstance(elements, (str, bytes)):
         raise TypeError(f"{name} must be a tensor or a sequence of integers, not {_shown(values)}")
+    if {*map(type, elements)} == {int} and max(elements) <= _LARGEST:
+        return tuple(elements)
     return tuple(check_integer(name, element) for element in elements)
 
 

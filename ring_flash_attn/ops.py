@@ -43,7 +43,7 @@ def traceable(**options: Any) -> bool:
         elif name in _INTEGERS:
             fits = isinstance(value, int) and not isinstance(value, bool)
         elif name in _FLAGS:
-            fits = isinstance(value, bool)
+            fits = isinstance(value, int) and value in (0, 1)
         elif name in _NUMBERS:
             fits = isinstance(value, (int, float)) and not isinstance(value, bool)
             fits = fits or (value is None and name != "dropout_p")
@@ -97,12 +97,12 @@ def traced(
         draw_seed().to(q.device) if dropout_p else None,
         dropout_p,
         softmax_scale,
-        causal,
+        bool(causal),
         left,
         right,
         softcap or 0.0,
-        deterministic,
-        return_attn_probs,
+        bool(deterministic),
+        bool(return_attn_probs),
         kernel,
     )
     return (out, lse, None) if return_attn_probs else out
