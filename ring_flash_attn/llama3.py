@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from .checks import document_lengths
+from .checks import CuSeqlens, check_flag, check_integer, document_lengths
 from .layout import Span
 from .pieces import Piece
 from .plan import Heads, Side
@@ -23,26 +23,31 @@ from .tiles import Mask
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
-    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
+    cu_seqlens: CuSeqlens, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
     """What a rank needs to know of the packed documents.
 
     Args:
-        cu_seqlens: (documents + 1,) of the whole stream; its end divides by world_size.
+        cu_seqlens: (documents + 1,) of the whole stream, or a sequence of ints; its end divides by
+            world_size.
         causal: whether keys after the rank's last query can be left out.
         rank: whose part.
         world_size: number of ranks.
 
     Returns:
         cu_seqlens_q, cu_seqlens_k (for the keys in local_k_slice), max_seqlen_q, max_seqlen_k, and
-        local_k_slice, the part of the gathered keys that the rank's queries need.
+        local_k_slice, the part of the gathered keys that the rank's queries need. The tensors are
+        like cu_seqlens; of a sequence of ints, int32 and on the CPU.
     """
     lengths = document_lengths(cu_seqlens)
+    causal = check_flag("causal", causal)
+    world_size = check_integer("world_size", world_size, 1)
+    rank = check_integer("rank", rank)
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
     total = offsets[-1]
-    if world_size < 1 or total == 0 or total % world_size:
+    if total == 0 or total % world_size:
         raise ValueError(
             f"cu_seqlens ends at {total}, which must be a positive multiple of {world_size} ranks"
         )
@@ -59,8 +64,14 @@ def llama3_flash_attn_prepare_cu_seqlens(
     cu_q = [0, *(offset - start for offset in inner), size]
     cu_k = [0, *(offset - offsets[left] for offset in inner), k_end - offsets[left]]
 
+    like = (
+        cu_seqlens
+        if isinstance(cu_seqlens, Tensor)
+        else torch.empty(0, dtype=torch.int32, device="cpu")
+    )
+
     def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
 
     longest_q, longest_k = (max(b - a for a, b in pairwise(cu)) for cu in (cu_q, cu_k))
     return tensor(cu_q), tensor(cu_k), longest_q, longest_k, slice(offsets[left], k_end)

@@ -560,3 +560,45 @@ def test_no_host_synchronisation(kernel: str) -> None:
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cu_seqlens_on_the_cpu() -> None:
+    """Read at every call, without waiting for the device, whoever wrote to it."""
+    q, k, v, _ = _inputs(torch.bfloat16)
+    offsets = torch.tensor(CU_SEQLENS, dtype=torch.int32)
+
+    def run(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return rfa.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 133, 133, causal=True)
+
+    others = torch.tensor([0, 64, 64, 70, 100, 133], dtype=torch.int32)
+    expected = [run(x.cuda()) for x in (offsets, others)]
+    run(offsets)  # tables of the plan
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [run(offsets)]
+        offsets.numpy()[:] = others.numpy()
+        found.append(run(offsets))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_cu_seqlens_written_behind_the_version() -> None:
+    """The next call but one says so; who goes on gets right results."""
+    q, k, v, _ = _inputs(torch.bfloat16)
+    first, second = (
+        torch.tensor(offsets, device="cuda") for offsets in ([0, 37, 42, 133], [0, 64, 128, 133])
+    )
+
+    def run(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return rfa.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 133, 133, causal=True)
+
+    buffer = first.clone()
+    assert torch.equal(run(buffer), run(first))
+    buffer.data.copy_(second)
+    run(buffer)  # nobody can know yet
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=r"cu_seqlens_q for \[0, 37, 42, 133\].*\[0, 64, 128"):
+        run(first)
+    assert torch.equal(run(buffer), run(second))
