@@ -278,7 +278,10 @@ def check_heads_k_stride(stride: Any, nheads_k: int) -> int:
 
 
 def document_lengths(
-    cu_seqlens: CuSeqlens, device: torch.device | None = None, name: str = "cu_seqlens"
+    cu_seqlens: CuSeqlens,
+    device: torch.device | None = None,
+    name: str = "cu_seqlens",
+    fresh: bool = False,
 ) -> tuple[int, ...]:
     """Lengths of the documents that cu_seqlens delimits.
 
@@ -290,6 +293,7 @@ def document_lengths(
             decreasing.
         device: where a tensor has to be, unless it is on the CPU.
         name: what the argument is called, for the error.
+        fresh: copy a CUDA tensor in any case; for what is called once for a batch.
     """
     if not isinstance(cu_seqlens, Tensor):
         return _lengths(_offsets(cu_seqlens, name), name)
@@ -303,7 +307,7 @@ def document_lengths(
         raise ValueError(f"{name} is on {cu_seqlens.device}, but q is on {device}")
     if cu_seqlens.device.type == "meta":
         raise ValueError(f"{name} is on meta: it has no values")
-    return _lengths(host_values(cu_seqlens, name), name)
+    return _lengths(host_values(cu_seqlens, name, fresh), name)
 
 
 def document_pairs(

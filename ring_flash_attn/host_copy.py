@@ -2,9 +2,10 @@
 
 The first read of a tensor copies it, which waits for the GPU. As long as the same tensor comes back
 at the same version, later reads return that copy. A version is no proof, though: `dist.broadcast`
-and other collectives, `.data` and DLPack aliases write without raising it. So every later read also
-queues a copy to pinned memory, which nobody waits for; once it has arrived it is compared, and a
-later read raises an error if the tensor had changed.
+and other collectives, `.data` and DLPack aliases write without raising it. So later reads also
+queue a copy to pinned memory, which nobody waits for; once it has arrived it is compared, and a
+later read raises an error if the tensor had changed. What is called once for a batch, rather than
+in every layer, reads afresh.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ _checks: deque[_Check] = deque()  # in the order in which they were queued
 _lock = threading.Lock()
 
 
-def host_values(tensor: Tensor, name: str) -> tuple[int, ...]:
+def host_values(tensor: Tensor, name: str, fresh: bool = False) -> tuple[int, ...]:
     """The integers in a one-dimensional tensor; never stale for a tensor on the CPU.
 
     Args:
         tensor: one-dimensional, of integers.
         name: what the argument is called, for the error.
+        fresh: read it now, whatever is known of it; later reads then return this.
 
     Raises:
         RuntimeError: a tensor was written to without a new version, and a call before this one has
@@ -70,8 +72,9 @@ def host_values(tensor: Tensor, name: str) -> tuple[int, ...]:
     raise_if_stale()
     key = id(tensor)
     copy = _copies.get(key)
-    if copy is not None and copy.is_of(tensor):
-        _checks.append(_Check(name, copy, *_start_copy(tensor)))
+    if not fresh and copy is not None and copy.is_of(tensor):
+        if not any(check.copy is copy for check in _checks):  # one at a time is enough
+            _checks.append(_Check(name, copy, *_start_copy(tensor)))
         return copy.values
     version, address = tensor._version, tensor.data_ptr()
     values = _read(tensor)

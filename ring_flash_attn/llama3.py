@@ -39,7 +39,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         local_k_slice, the part of the gathered keys that the rank's queries need. The tensors are
         like cu_seqlens; of a sequence of ints, int32 and on the CPU.
     """
-    lengths = document_lengths(cu_seqlens)
+    lengths = document_lengths(cu_seqlens, fresh=True)
     causal = check_flag("causal", causal)
     world_size = check_integer("world_size", world_size, 1)
     rank = check_integer("rank", rank)

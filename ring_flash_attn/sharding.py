@@ -210,7 +210,7 @@ def _sharding(
     world_size: int,
     where: str = "seqlen",
 ) -> Sharding:
-    lengths = (total or 0,) if cu_seqlens is None else document_lengths(cu_seqlens)
+    lengths = (total or 0,) if cu_seqlens is None else document_lengths(cu_seqlens, fresh=True)
     if cu_seqlens is not None and total is not None and sum(lengths) != total:
         raise ValueError(
             f"cu_seqlens ends at {sum(lengths)}, but there are {total} tokens ({where})"

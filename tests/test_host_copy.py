@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_flash_attn import flash_attn_varlen_func, host_copy, ring_attention, shard
+from ring_flash_attn import (
+    flash_attn_varlen_func,
+    host_copy,
+    llama3_flash_attn_prepare_cu_seqlens,
+    position_ids,
+    ring_attention,
+    shard,
+)
 from ring_flash_attn.checks import document_lengths
 
 BEFORE, AFTER = [0, 8, 12], [0, 4, 12]
@@ -75,7 +83,7 @@ class Device:
     """A GPU that is as far behind as a test wants; its tensors are on the CPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.queue: list[Callable[[], None]] = []
+        self.queue: list[Callable[[], object]] = []
         self.reads = 0
         monkeypatch.setattr(host_copy, "_copies", {})
         monkeypatch.setattr(host_copy, "_is_far", lambda tensor: True)
@@ -115,7 +123,7 @@ def test_layers_wait_for_the_device_once(device: Device) -> None:
     for _ in range(32):
         assert document_lengths(buffer) == (8, 4)
     assert device.reads == 1
-    assert len(device.queue) == 31  # nobody has waited for them
+    assert len(device.queue) == 1  # nobody has waited for it
     device.catch_up()
     assert document_lengths(buffer) == (8, 4)
     assert len(host_copy._checks) == 1  # the last one
@@ -157,6 +165,19 @@ def test_a_stale_copy_is_an_error_of_a_later_call(
     with pytest.raises(RuntimeError, match=words):
         document_lengths(other)
     assert document_lengths(buffer) == (4, 8)  # who catches the error goes on with what is there
+
+
+def test_what_is_called_once_for_a_batch_reads_afresh(device: Device) -> None:
+    """And what is called in every layer takes what was read then."""
+    buffer = torch.tensor(BEFORE)
+    for cu in (BEFORE, AFTER):
+        device.queue.append(partial(buffer.data.copy_, torch.tensor(cu)))
+        _, cu_k, *_ = llama3_flash_attn_prepare_cu_seqlens(buffer, True, 0, 1)
+        assert cu_k.tolist() == cu
+        assert position_ids("stripe", cu_seqlens=buffer, rank=0, world_size=1)[cu[1]] == 0
+        assert document_lengths(buffer) == (cu[1], 12 - cu[1])
+    device.catch_up()
+    host_copy.raise_if_stale()
 
 
 def test_a_stale_copy_is_found_though_the_tensor_is_gone(device: Device) -> None:
