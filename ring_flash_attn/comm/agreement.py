@@ -32,7 +32,7 @@ from ..trace import span
 MODES = ("off", "on", "values")
 PATIENCE = timedelta(seconds=60)
 _GET = timedelta(seconds=10)  # for a key that was there a moment ago
-_SIGNATURES = 1024  # remembered in a group; each is one or two kilobytes
+_SIGNATURES = 256  # remembered in a group; each is one or two kilobytes
 
 Signature = tuple[tuple[str, object], ...]  # name and value of all that has to be equal
 
