@@ -81,10 +81,9 @@ def test_a_lost_rank() -> None:
 
 
 def test_memory_that_grows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packs, "WARM_UP", 100)
     monkeypatch.setitem(packs.LIMITS, "blocks", 500)
     seen = []
-    assert packs.watched(packs._single, packs.packs(), 101, 60.0).packs == [100, 101]
+    assert packs.watched(packs._single, packs.packs(), 401, 0.0).packs == [200, 400, 400]
     packs.watched(lambda pack, checked: None, packs.packs(), 2000, 60.0).check()
     with pytest.raises(AssertionError, match="blocks grew by"):
         packs.watched(lambda pack, checked: seen.append(pack), packs.packs(), 2000, 60.0).check()

@@ -61,7 +61,8 @@ class Soak:
         """Everything until time is up; whether nothing failed."""
         try:
             for kind, (share, part) in PACKS.items():
-                self._take_packs(kind, int(self.packs * share), part * (self.until - self.started))
+                seconds = part * (self.until - self.started)
+                self._take_packs(kind, int(self.packs * share), seconds)
             self._take_cases()
         finally:
             self.doors.stop()
@@ -79,7 +80,8 @@ class Soak:
             "a group of 2": (packs.together, {}),
             "8 threads": (packs.in_threads, {}),
         }[kind]
-        given |= {"count": count, "seconds": round(seconds, 1)}
+        least = 4 * packs.WARM_UP if self.packs else 0  # too few tell nothing of memory
+        given |= {"count": max(count, least), "seconds": round(seconds, 1)}
         self._try(f"packs on {kind}", "packs", function, given)
 
     def _take_cases(self) -> None:

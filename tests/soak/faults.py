@@ -19,7 +19,7 @@ from .doors import call, check_results
 
 GROUP_TIMEOUT = 10.0  # seconds
 SLACK = 15.0  # seconds on a busy machine beyond the group's own
-WHEN = ("before", "forward", "backward")  # of the call; its first launches of each pass
+WHEN = ("before", "forward", "backward")  # before a call, or in one of its passes
 
 # What one rank does differently: arguments of the call.
 OTHER = {
@@ -73,12 +73,11 @@ def _lose(
     """A rank is lost in a call; the others then make one among themselves, in a new group."""
     mortal.register()
     group = _new_group(list(range(n)))
-    call(_case(n, seed, kernel=mortal.NAME), rank, group)  # so much for making connections
+    call(_case(n, seed, kernel=mortal.NAME), rank, group)  # makes the connections
     if rank == victim:
-        mortal.left.update({when: launch})
         if when == "before":
-            mortal.left["forward"] = 0
-            mortal._live("forward")
+            mortal.die()
+        mortal.left[when] = launch
     new = _case(n, seed, kernel=mortal.NAME, lengths_q=(5, 6 * n))
     error, seconds = _error_of(lambda: call(new, rank, group))
     others = [r for r in range(n) if r != victim]

@@ -9,12 +9,24 @@ from typing import Any
 from ring_flash_attn.kernels.base import load_kernel, register_kernel
 
 NAME = "mortal"
-left: dict[str, int] = {}  # launches until the end, by pass; none without an entry
+left: dict[str, int] = {}  # launches until the end, by pass; no end without an entry
 
 
 def register() -> None:
     """Make it known in this process, whose `auto` it then is."""
     register_kernel(NAME, __name__)
+
+
+def die() -> None:
+    """At once, as the kernel of the operating system kills: nothing is closed or said."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _live_on(direction: str) -> None:
+    if direction in left:
+        if left[direction] == 0:
+            die()
+        left[direction] -= 1
 
 
 class MortalKernel:
@@ -26,19 +38,14 @@ class MortalKernel:
         return getattr(load_kernel("reference"), name)
 
     def forward(self, *args: Any) -> None:
-        _live("forward")
+        """One launch."""
+        _live_on("forward")
         self.__getattr__("forward")(*args)
 
     def backward(self, *args: Any) -> None:
-        _live("backward")
+        """One launch."""
+        _live_on("backward")
         self.__getattr__("backward")(*args)
-
-
-def _live(when: str) -> None:
-    if when in left:
-        if left[when] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left[when] -= 1
 
 
 KERNEL = MortalKernel()

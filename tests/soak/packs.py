@@ -31,8 +31,7 @@ Pack = tuple[int, ...]  # cu_seqlens
 
 DOCUMENTS = 3
 CHECKED = 50  # one pack in so many is checked with the oracle, forward and backward
-WARM_UP, EVERY = 1000, 2000  # packs before the first measurement, and between two
-TOGETHER = 250  # packs of a group between two measurements
+WARM_UP = 200  # packs before the first measurement: caches hold 64
 THREADS = 8
 LIMITS = {"mib": 8.0, "blocks": 8000, "tensors": 50}  # of growth; see Memory
 MOST_KEYS = 64  # of growth, in the group's store
@@ -64,8 +63,15 @@ class Memory:
         self.blocks.append(sys.getallocatedblocks())
         self.tensors.append(sum(issubclass(type(x), Tensor) for x in gc.get_objects()))
 
+    def follow(self, packs: int) -> bool:
+        """Measure after the warm-up, and whenever packs have doubled; whether it can be checked."""
+        if packs >= (2 * self.packs[-1] if self.packs else WARM_UP):
+            self.measure(packs)
+        return len(self.packs) > 1
+
     def check(self) -> None:
         """Flat from the first measurement to the last."""
+        assert len(self.packs) > 1, f"too few packs to tell whether memory grows: {self.packs}"
         for name, most in LIMITS.items():
             values = getattr(self, name)
             grown = values[-1] - values[0]
@@ -88,13 +94,11 @@ def watched(
     count: int,
     seconds: float,
 ) -> Memory:
-    """Take `count` packs, fewer if time is up; `step(pack, whether to check it)`."""
+    """Take `count` packs, fewer if time is up; `step(pack, whether to check its results)`."""
     memory, until, number = Memory(), time.monotonic() + seconds, 0
     for number, pack in enumerate(itertools.islice(all_packs, count), start=1):
         step(pack, number % CHECKED == 0)
-        if number >= WARM_UP and (number - WARM_UP) % EVERY == 0:
-            memory.measure(number)
-        if time.monotonic() > until:
+        if memory.follow(number) and time.monotonic() > until:
             break
     memory.measure(number)
     return memory
@@ -125,13 +129,18 @@ def _single(pack: Pack, checked: bool) -> None:
     _attend(attend, pack, checked)
 
 
+_buffer = torch.zeros(DOCUMENTS + 1, dtype=torch.int32)  # one for all packs, as loaders have it
+_loader = _buffer.numpy()
+
+
 def _virtual(pack: Pack, checked: bool) -> None:
+    _loader[:] = pack
     routes = ("ring", "all_gather", "query_ring")
     layouts = ("zigzag", "stripe", "flat_contiguous", "contiguous")
     options = {"route": routes[pack[1] % 3], "layout": layouts[pack[2] % 4], "causal": True}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return virtual_ring_attention(q, k, v, world_size=2, cu_seqlens=pack, **options)
+        return virtual_ring_attention(q, k, v, world_size=2, cu_seqlens=_buffer, **options)
 
     _attend(attend, pack, checked)
 
@@ -156,9 +165,9 @@ def _run_apart(rank: int, n: int, door: str, count: int, seconds: float) -> Memo
 def _run_together(rank: int, n: int, start: int) -> Memory:
     """Some packs; how many is not a matter of time, which differs between ranks."""
     memory = Memory()
-    for number, pack in enumerate(itertools.islice(packs(start), TOGETHER), start=start + 1):
+    for number, pack in enumerate(itertools.islice(packs(start), WARM_UP), start=start + 1):
         _grouped(pack, number % CHECKED == 0)
-    memory.measure(start + TOGETHER)
+    memory.measure(start + WARM_UP)
     return memory
 
 
@@ -172,11 +181,12 @@ def _run_threads(rank: int, n: int, count: int, seconds: float) -> Memory:
         for number, pack in enumerate(itertools.islice(stream, WARM_UP // THREADS)):
             _single(pack, number % CHECKED == 0)
 
-    while done < count and time.monotonic() < until:
+    while done < count and (len(memory.packs) < 2 or time.monotonic() < until):
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(take, streams))
         done += WARM_UP
-        memory.measure(done)
+        memory.follow(done)
+    memory.measure(done)
     return memory
 
 
@@ -206,13 +216,13 @@ def together(count: int, seconds: float, world_size: int = 2) -> int:
     until, keys = time.monotonic() + seconds, []
     found = [Memory() for _ in range(world_size)]
     try:
-        for start in range(0, count, TOGETHER):
+        for start in range(0, count, WARM_UP):
             for memory, new in zip(found, pool.run(_run_together, start, timeout=SLACK)):
                 for name in ("packs", *LIMITS):
                     getattr(memory, name).extend(getattr(new, name))
             assert pool.server is not None
             keys.append(pool.server.num_keys())
-            if time.monotonic() > until:
+            if len(keys) > 1 and time.monotonic() > until:
                 break
     finally:
         pool.stop()
