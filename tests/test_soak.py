@@ -77,7 +77,7 @@ def test_calls_on_real_processes() -> None:
 
 
 def test_a_lost_rank() -> None:
-    faults.lost(world_size=2, victim=0, when="backward", launch=1, seed=3)
+    faults.lost(world_size=2, victim=0, when="in the backward pass of", launch=1, seed=3)
 
 
 def test_memory_that_grows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ class Soak:
         self.started = time.monotonic()
         self.until = self.started + 60 * minutes
         self.console = Console(highlight=False, soft_wrap=True)
-        self.doors = Doors()
+        self.doors = Doors(device=device)
         self.failures = 0
         self.counts: dict[str, Counter[str]] = {
             name: Counter() for name in ("door", "dtype", "route", "kernel", "function")
@@ -59,6 +59,7 @@ class Soak:
 
     def run(self) -> bool:
         """Everything until time is up; whether nothing failed."""
+        self.console.print(f"seed {self.seed}")
         try:
             for kind, (share, part) in PACKS.items():
                 seconds = part * (self.until - self.started)
@@ -86,7 +87,7 @@ class Soak:
 
     def _take_cases(self) -> None:
         random = Random(f"{self.seed} faults")
-        last, kinds = time.monotonic(), iter(())
+        last, kinds = time.monotonic(), list[str]()
         for number, (function, kernel, count) in enumerate(self._batches()):
             if not self._more():
                 break
@@ -94,13 +95,12 @@ class Soak:
             failure = hunt(self._check, function, kernel, self.device, key, count, self.until)
             if failure is not None:
                 what = "a call that fails now and then" if failure.flaky else "a call"
-                self._fail(what, f"Doors().check({failure.case})", failure.error)
+                doors = "Doors()" if self.device == "cpu" else f"Doors(device={self.device!r})"
+                self._fail(what, f"{doors}.check({failure.case})", failure.error)
             if time.monotonic() - last > BETWEEN_FAULTS:
-                kind = next(kinds, "")
-                if not kind:
-                    kinds = iter(random.sample(faults.KINDS, len(faults.KINDS)))
-                    kind = next(kinds)
-                self._try(f"ranks: {kind}", "faults", *faults.draw(kind, random))
+                kinds = kinds or random.sample(faults.KINDS, len(faults.KINDS))
+                kind = kinds.pop()
+                self._try(f"ranks {kind}", "faults", *faults.draw(kind, random))
                 last = time.monotonic()
 
     def _batches(self) -> Iterator[tuple[str, str, int]]:
@@ -114,7 +114,7 @@ class Soak:
             found += [(name, "auto") for name in FUNCTIONS if name.startswith("flash_attn")]
             found += [(f"{kernel}_{name}", kernel) for kernel in PREFIXES for name in FUNCTIONS]
             for function, kernel in random.sample(found, len(found)):
-                yield function, kernel, CASES[kernel]
+                yield function, kernel, CASES[kernel] if self.device == "cpu" else CASES["auto"]
 
     def _check(self, case: Case) -> None:
         computed = self.doors.check(case)
@@ -156,9 +156,12 @@ class Soak:
         if now - self._spoken < (1 if self.console.is_terminal else 60):
             return
         self._spoken = now
-        others = ", ".join(f"{count} {what}" for what, count in self.done.items())
-        line = f"{now - self.started:5.0f} s, {self.counts['door'].total()} calls; {others}"
-        self.console.print(line, markup=False, end="\r" if self.console.is_terminal else "\n")
+        counts = {"calls": self.counts["door"].total(), **self.done}
+        said = ", ".join(f"{what}: {count}" for what, count in counts.items())
+        line = f"{now - self.started:5.0f} s  {said}"
+        if self.console.is_terminal:
+            line = f"{line[: self.console.width - 1]}\r"
+        self.console.print(line, markup=False, end="" if self.console.is_terminal else "\n")
 
     def _report(self) -> None:
         table = Table("what", "how many", box=None, pad_edge=False)

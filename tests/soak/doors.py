@@ -40,13 +40,14 @@ class Doors:
 
     Args:
         ranks: how many there are for calls on a group; a case may take fewer.
+        device: of all cases. On the CPU, Triton's kernels are interpreted.
     """
 
-    def __init__(self, ranks: int = MOST_RANKS) -> None:
-        interpreter = {"TRITON_INTERPRET": "1"}
+    def __init__(self, ranks: int = MOST_RANKS, device: str = "cpu") -> None:
+        environment = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
         self.alone = Ranks(1, over_tcp=True)
-        self.interpreter = Ranks(1, environment=interpreter, over_tcp=True)
-        self.group = Ranks(ranks, environment=interpreter, over_tcp=True)
+        self.interpreter = Ranks(1, environment=environment, over_tcp=True)
+        self.group = Ranks(ranks, environment=environment, over_tcp=True)
 
     def stop(self) -> None:
         """End all processes."""
@@ -62,7 +63,7 @@ class Doors:
         """
         pool = self.group
         if case.door != "processes":
-            pool = self.interpreter if case.kernel == "triton" else self.alone
+            pool = self.interpreter if case.interpreted else self.alone
         outcomes = pool.outcomes(run_rank, case, timeout=PATIENCE)
         if not all(ok for ok, _ in outcomes.values()):
             raise Failed("\n".join(f"rank {rank}: {outcomes[rank][1]}" for rank in outcomes))

@@ -19,7 +19,7 @@ from .doors import call, check_results
 
 GROUP_TIMEOUT = 10.0  # seconds
 SLACK = 15.0  # seconds on a busy machine beyond the group's own
-WHEN = ("before", "forward", "backward")  # before a call, or in one of its passes
+WHEN = ("before", "in the forward pass of", "in the backward pass of")  # a call
 
 # What one rank does differently: arguments of the call.
 OTHER = {
@@ -75,9 +75,9 @@ def _lose(
     group = _new_group(list(range(n)))
     call(_case(n, seed, kernel=mortal.NAME), rank, group)  # makes the connections
     if rank == victim:
-        if when == "before":
+        if when == WHEN[0]:
             mortal.die()
-        mortal.left[when] = launch
+        mortal.left["forward" if when == WHEN[1] else "backward"] = launch
     new = _case(n, seed, kernel=mortal.NAME, lengths_q=(5, 6 * n))
     error, seconds = _error_of(lambda: call(new, rank, group))
     others = [r for r in range(n) if r != victim]
@@ -152,7 +152,7 @@ def disagree(world_size: int, who: int, seed: int) -> None:
 
 
 Fault = tuple[Callable[..., None], dict[str, Any]]
-KINDS = (*(f"lost {when}" for when in WHEN), "late", "disagree")
+KINDS = (*(f"lost {when} a call" for when in WHEN), "late", "with other arguments")
 
 
 def draw(kind: str, random: Random) -> Fault:
@@ -162,8 +162,8 @@ def draw(kind: str, random: Random) -> Fault:
     who = random.randrange(world_size)
     if kind == "late":
         return late, {**given, "who": who, "seconds": round(random.uniform(0.5, 4), 1)}
-    if kind == "disagree":
+    if kind == "with other arguments":
         return disagree, {**given, "who": who}
-    when = kind.removeprefix("lost ")
+    when = kind.removeprefix("lost ").removesuffix(" a call")
     launch = random.randrange(world_size)
     return lost, {**given, "victim": who, "when": when, "launch": launch}
