@@ -6,10 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := cli,report,test,dev,hf,triton
 PYTEST_ARGS ?=
+MINUTES ?= 30
+SEED ?=
+SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format clean help
+.PHONY: demo test soak lint format clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -20,6 +23,9 @@ demo: $(STAMP) ## draw the zigzag layout, then verify every algorithm on 4 ranks
 
 test: $(STAMP) ## run the tests that need no GPU (PYTEST_ARGS=... adds arguments)
 	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+
+soak: $(STAMP) ## random calls, lost ranks, ever new packs, for MINUTES=30 from a SEED= (not in CI)
+	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(SEED:%=--seed %) $(SOAK_ARGS)
 
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .
