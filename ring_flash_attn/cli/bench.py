@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.machine import Peak, device_name, find_device, measure_peak
-from ..bench.measure import measure
-from ..bench.peers import find_implementation, implementation_names
+from ..bench.names import implementation_names
 from ..bench.results import BENCH, Row, check_output
-from ..bench.workload import Workload, dtype_name
 from ..kernels.base import AUTO, NATIVE
 from .measuring import (
     ON_CPU,
@@ -47,6 +43,12 @@ from .workloads import (
     without_gradients,
 )
 
+if TYPE_CHECKING:
+    import torch
+
+    from ..bench.machine import Peak
+    from ..bench.workload import Workload
+
 _NAMES = ", ".join((AUTO, NATIVE, *implementation_names()))
 
 
@@ -75,6 +77,9 @@ def bench(
     rfa bench --seqlen 512,1024,2048,4096 --nheads 16 --headdim 128 --causal
     rfa bench --preset 8k --kernel "SDPA cuDNN" --no-grad --json 8k.json
     """
+    from ..bench.machine import find_device, measure_peak
+    from ..bench.measure import measure
+
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
     try:
@@ -114,6 +119,8 @@ def _show(
     peak: tuple[Peak, torch.dtype],
     rounds: int,
 ) -> None:
+    from ..bench.machine import device_name
+
     console.print(f"{', '.join(dict.fromkeys(names))} on {device_name(device)}", markup=False)
     console.print(_common(workloads), markup=False)
     console.print(_table(rows, workloads, peak[0]))
@@ -124,6 +131,8 @@ def _show(
 
 def _able(name: str, workload: Workload, device: torch.device) -> str:
     """The name of the implementation; NotImplementedError with every reason if it cannot."""
+    from ..bench.peers import find_implementation
+
     found = find_implementation(name, workload, device)
     reasons = found.why_not(workload, device)
     if reasons:
@@ -169,6 +178,8 @@ def _cells(row: Row, peak: Peak) -> list[str]:
 
 def _notes(device: torch.device, peak: Peak, dtype: torch.dtype, rounds: int) -> list[str]:
     """How to read it."""
+    from ..bench.workload import dtype_name
+
     lines = [
         f"{rounds} rounds; short passes have several runs in each. TFLOP/s: of the fastest run, "
         "and on average.",

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.machine import device_name, find_device, measure_peak
-from ..bench.measure import CANNOT, check_graphs, find_all, measure
-from ..bench.peers import find_implementation, implementation_names
+from ..bench.names import implementation_names
 from ..bench.results import COMPARE, FORWARD, Row, check_output
-from ..bench.workload import Workload
 from .measuring import (
     ON_CPU,
     Device,
@@ -44,6 +41,9 @@ from .workloads import (
     make_workloads,
     without_gradients,
 )
+
+if TYPE_CHECKING:
+    from ..bench.workload import Workload
 
 _BASE = "torch standard"
 
@@ -85,6 +85,10 @@ def compare(
     rfa compare triton fa2 "SDPA cuDNN" --seqlen 1024,4096 --causal --versus "SDPA cuDNN"
     rfa compare --batch 4 --seqlen 2048 --no-grad --json compare.json
     """
+    from ..bench.machine import device_name, find_device, measure_peak
+    from ..bench.measure import check_graphs, find_all, measure
+    from ..bench.peers import find_implementation
+
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
     try:
@@ -133,6 +137,8 @@ def compare(
 
 def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str | None) -> None:
     """A table of those that ran, who was best, and why the others did not run."""
+    from ..bench.measure import CANNOT
+
     console.print(f"\n{workload}", markup=False)
     ran = [row for row in rows if row.failed is None]
     if ran:

@@ -13,11 +13,9 @@ from rich.console import Console
 from .. import routes as _routes  # registers them
 from ..bench.results import check_output
 from ..layout import get_layout, layout_names
-from ..plan import Problem, check_route, route_names
+from ..plan import Problem, route_names
 from ..tiles import Mask
 from .drawing.schedule import Schedule, make_schedule
-from .drawing.svg import draw_svg
-from .drawing.terminal import render
 from .groups import check_lengths
 from .measuring import JsonFile, write_json
 
@@ -58,10 +56,12 @@ def draw(
     rfa draw contiguous zigzag stripe --world-size 8 --seqlen 64 --svg schedules.svg
     rfa draw stripe --route all_gather --cu-seqlens 0,5,16 --backward
     """
+    from .drawing.svg import draw_svg
+    from .drawing.terminal import render
+
     try:
         for path in (svg, json_file):
             check_output(path)
-        check_route(route)
         if sources_per_launch > 1 and route != "ring":
             raise ValueError(f"--sources-per-launch {sources_per_launch}: not with route {route!r}")
         if heads_k_stride is not None and route != "all_gather":

@@ -8,21 +8,14 @@ from typing import Annotated
 import typer
 
 from .. import routes as _routes  # registers them
-from ..bench import LINKS, find_link
-from ..bench import replay as run_replay
-from ..bench.link import NONE
-from ..bench.machine import find_device
-from ..bench.replay_results import replay_rows
+from ..bench.link import LINKS, NONE, find_link
 from ..bench.results import check_output
 from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
-from .drawing.timeline import draw_timeline
 from .groups import check_lengths
 from .measuring import make_results, write
-from .replaying import explain, held_table, notes, tables
 from .screen import screen, status
-from .verifying.answers import torch_dtype
 
 del _routes
 
@@ -94,6 +87,13 @@ def replay(
     rfa replay --world-size 32 --rank 0 --rank 31 --link ib400 --svg timeline.svg
     rfa replay --seqlen 16384 --existing --json replay.json
     """
+    from ..bench import replay as run_replay
+    from ..bench.machine import find_device
+    from ..bench.replay_results import replay_rows
+    from ..bench.workload import find_dtype
+    from .drawing.timeline import draw_timeline
+    from .replaying import explain, held_table, notes, tables
+
     console = screen()
     try:
         for path in (json_file, svg):
@@ -112,7 +112,7 @@ def replay(
                 nheads=nheads,
                 nheads_k=nheads_k,
                 headdim=headdim,
-                dtype=torch_dtype(dtype),
+                dtype=find_dtype(dtype),
                 causal=causal,
                 heads_k_stride=heads_k_stride,
                 sources_per_launch=sources_per_launch,

@@ -10,15 +10,10 @@ import typer
 from .. import routes as _routes  # registers them
 from ..bench.link import LINKS, NONE
 from ..bench.results import check_output
-from ..comm import launch
 from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
 from .measuring import write
-from .ringing.choices import Asked, choose_targets
-from .ringing.run import run
-from .ringing.tables import print_findings
-from .ringing.way import find_way
 from .screen import screen
 
 del _routes
@@ -107,6 +102,12 @@ def ring(
     rfa ring llama3_flash_attn_varlen_func --cu-seqlens 0,3104,8192
     torchrun --nproc_per_node 8 -m ring_flash_attn.cli ring --repeats 20
     """
+    from ..comm import launch
+    from .ringing.choices import Asked, choose_targets
+    from .ringing.run import run
+    from .ringing.tables import print_findings
+    from .ringing.way import find_way
+
     asked = Asked(
         names=tuple(names or ()),
         layouts=tuple(layout or ()),

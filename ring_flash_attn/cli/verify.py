@@ -5,28 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from .. import routes as _routes  # registers them
 from ..bench.results import check_output
-from ..comm import launch
-from ..kernels.base import AUTO, NATIVE, check_kernel, kernel_names
-from ..layout import get_layout, layout_names
-from ..plan import check_route, route_names
+from ..kernels.base import AUTO, NATIVE, kernel_names
+from ..layout import layout_names
+from ..plan import route_names
 from .groups import check_backend, check_no_group, check_timeout, check_world_size
 from .screen import screen
-from .verifying.answers import torch_dtype
-from .verifying.cases import DTYPES, Case, Choice, make_cases
-from .verifying.checker import Result, check_all
 from .verifying.cut import cut_names
-from .verifying.files import make_results, write_markdown
-from .verifying.precision import READING, by_place, precision_lines, precision_table
 from .verifying.questions import FEATURES, Size
-from .verifying.report import exit_code, print_report
+
+if TYPE_CHECKING:
+    from .verifying.cases import Case, Choice
+    from .verifying.checker import Result
+
+del _routes
 
 _SIZE = Size()
 _RANKS, _TIMEOUT = 4, 300.0
@@ -103,6 +102,12 @@ def verify(
     rfa verify ring_attention --layout stripe --feature window -vv
     torchrun --nproc_per_node 8 -m ring_flash_attn.cli verify --device cuda
     """
+    from ..comm import launch
+    from .verifying.cases import Choice, make_cases
+    from .verifying.files import make_results, write_markdown
+    from .verifying.precision import READING, by_place, precision_lines, precision_table
+    from .verifying.report import exit_code, print_report
+
     ranks = None if virtual else launch.torchrun_rank()
     try:
         size, patience = _ranks(virtual, world_size, backend, timeout)
@@ -161,19 +166,13 @@ def _ranks(
 
 def _check(choice: Choice) -> None:
     """ValueError for what there is not."""
+    import torch
+
+    from .verifying.cases import DTYPES
+
     for layout in choice.layouts or layout_names():
-        get_layout(layout)
         if layout not in cut_names():
             raise ValueError(f"verify cannot cut layout {layout!r} yet: teach cli/verifying/cut.py")
-    for route in choice.routes:
-        check_route(route)
-    for kernel in choice.kernels:
-        check_kernel(kernel)
-    for dtype in choice.dtypes:
-        torch_dtype(dtype)
-    for feature in choice.features:
-        if feature not in FEATURES:
-            raise ValueError(f"unknown feature {feature!r}; choose one of {', '.join(FEATURES)}")
     if choice.device not in DTYPES:
         raise ValueError(f"--device must be one of {', '.join(DTYPES)}, not {choice.device!r}")
     if choice.device == "cuda" and not torch.cuda.is_available():
@@ -186,6 +185,8 @@ def _run(
     cases: Sequence[Case], choice: Choice, backend: str, timeout: float, console: Console
 ) -> list[Result]:
     """All results, with a progress bar on a terminal."""
+    from .verifying.checker import check_all
+
     columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []
     quiet = not console.is_terminal
