@@ -154,30 +154,6 @@ def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) 
     assert (tmp_path / "schedules.svg").read_text() == ours.read_text()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("draw", "spiral"),
-        ("draw", "zigzag", "--route", "teleport"),
-        ("draw", "zigzag", "--cu-seqlens", "1,5"),
-        ("draw", "zigzag", "--window", "3"),
-        ("draw", "zigzag", "--route", "all_gather", "--sources-per-launch", "2"),
-        ("verify", "no_such_function"),
-        ("verify", "--feature", "magic"),
-        ("verify", "--dtype", "int8"),
-        ("verify", "--device", "abacus"),
-        ("verify", "--nheads", "3", "--nheads-k", "2"),
-        ("verify", "--json", "/dev/null/report.json"),
-        ("verify", "--markdown", "/dev/null/report.md"),
-        ("info", "--dtype", "int8"),
-    ],
-)
-def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...]) -> None:
-    result = rfa(*arguments)
-    assert result.exit_code == 2
-    assert arguments[-1] in result.output
-
-
 # verify
 
 

@@ -136,7 +136,9 @@ def _able(name: str, workload: Workload, device: torch.device) -> str:
     found = find_implementation(name, workload, device)
     reasons = found.why_not(workload, device)
     if reasons:
-        raise NotImplementedError(f"{found.name} cannot do {workload}: {'; '.join(reasons)}")
+        raise NotImplementedError(
+            f"--kernel {found.name} cannot do {workload}: {'; '.join(reasons)}"
+        )
     return found.name
 
 

@@ -66,6 +66,8 @@ def draw(
             raise ValueError(f"--sources-per-launch {sources_per_launch}: not with route {route!r}")
         if heads_k_stride is not None and route != "all_gather":
             raise ValueError(f"--heads-k-stride {heads_k_stride}: not with route {route!r}")
+        if nheads_k % (heads_k_stride or nheads_k):
+            raise ValueError(f"--heads-k-stride {heads_k_stride} must divide --nheads-k {nheads_k}")
         check_lengths(seqlen, cu_seqlens)
         lengths = _lengths(16 if seqlen is None else seqlen, cu_seqlens)
         mask = _mask(causal, window)
@@ -127,4 +129,6 @@ def _mask(causal: bool, window: str) -> Mask:
     sides = _numbers(window, "--window")
     if len(sides) != 2:
         raise ValueError(f"--window must be two numbers, not {window!r}")
+    if min(sides) < -1:
+        raise ValueError(f"--window {window}: sides are -1 (all keys) or more")
     return Mask.of(causal, (sides[0], sides[1]))

@@ -79,12 +79,11 @@ def default_device() -> str:
 
 def plain_call(device: str, dtype: str, headdim: int) -> Call:
     """A causal call without any feature."""
-    import torch
-
+    from ..bench.machine import find_device
     from ..bench.workload import find_dtype
 
     return Call(
-        device=torch.device(device),
+        device=find_device(device, "a kernel"),
         dtype=find_dtype(dtype),
         nheads=8,
         nheads_k=8,
@@ -125,8 +124,6 @@ def info(
         reasons = kernel_reasons(device, dtype, headdim)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    except RuntimeError as error:  # torch's word on devices
-        raise typer.BadParameter(f"--device {device}: {error}") from None
     console = Console(highlight=False)
     console.print(_facts())
     console.print(f"Kernels for a causal call in {dtype}, headdim {headdim}, on {device}:")

@@ -131,5 +131,5 @@ def profile(
 
 def _single(workloads: list[Workload]) -> Workload:
     if len(workloads) > 1:
-        raise ValueError(f"{len(workloads)} workloads: a profile is of one")
+        raise ValueError(f"{len(workloads)} workloads: give one number to --seqlen and the like")
     return workloads[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -99,6 +100,7 @@ def replay(
         for path in (json_file, svg):
             check_output(path)
         check_lengths(seqlen, cu_seqlens)
+        _check_link(link, link_gbps, latency_us)
         with status(console, "replaying") as report:
             found = run_replay(
                 world_size=world_size,
@@ -139,6 +141,18 @@ def replay(
     if svg is not None:
         svg.write_text(draw_timeline(found), encoding="utf-8")
         console.print(f"wrote {svg}", markup=False, soft_wrap=True)
+
+
+def _check_link(link: str, gbps: float | None, latency_us: float | None) -> None:
+    """ValueError for numbers that are none of a link, or a name and numbers."""
+    if gbps is not None and not 0 < gbps < math.inf:
+        raise ValueError(f"--link-gbps must be positive, not {gbps:g}")
+    if latency_us is not None and not 0 <= latency_us < math.inf:
+        raise ValueError(f"--latency-us must not be negative, but is {latency_us:g}")
+    if gbps is not None and link != NONE:
+        raise ValueError(f"--link {link} and --link-gbps {gbps:g}: give one of them")
+    if latency_us is not None and gbps is None and link == NONE:
+        raise ValueError(f"--latency-us {latency_us:g} needs --link or --link-gbps")
 
 
 def _offsets(text: str) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -47,11 +49,42 @@ _CHOICES: dict[str, tuple[str, Callable[[], Collection[str]]]] = {
 }
 
 
+# What the library says where the command line has an option.
+_PHRASES = {
+    "the number of query heads": "--nheads",
+    "the number of KV heads": "--nheads-k",
+    "CUDA graphs need": "--graphs: CUDA graphs need",
+    "the existing design:": "--existing:",
+}
+
+
+def as_options(message: str, options: Mapping[str, str], files: Mapping[str, str]) -> str:
+    """Write the arguments that a message of the library names as the options that set them.
+
+    Args:
+        message: such as "heads_k_stride = 3 must divide the 2 KV heads".
+        options: by the name of the parameter, such as {"heads_k_stride": "--heads-k-stride"}.
+        files: options by the file that the user gave to them.
+    """
+    for name, option in options.items():
+        if "_" in name:
+            message = re.sub(rf"(?<![\w-]){name}(?!\w)", option, message)
+        else:  # a word, such as device: where the message begins, with a value
+            message = re.sub(rf"^{name}(?= ['\"(\d-]| must )", option, message)
+    for phrase, words in _PHRASES.items():
+        if words.split(":")[0] in options.values():
+            message = message.replace(phrase, words)
+    for file, option in files.items():
+        if message.startswith((f"{file} ", f"cannot write {file}")):
+            message = f"{option}: {message}"
+    return message
+
+
 class Command(TyperCommand):
-    """A command that refuses unknown names by the option that has them."""
+    """A command whose errors name the option that has to be set."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as ever; dtypes get the names that torch has for them."""
+        """Parse as ever; refuse names that do not exist; give dtypes the names torch has."""
         rest = super().parse_args(ctx, args)
         param: Any  # of click, which typer brings along under names of its own
         for param in self.params:
@@ -63,8 +96,20 @@ class Command(TyperCommand):
                     if value is not None and value not in choices():
                         message = f"unknown {what} {value!r}; choose one of {', '.join(choices())}"
                         raise typer.BadParameter(message, ctx, param)
-        if ctx.params.get("dtype"):
-            given = ctx.params["dtype"]
-            long = DTYPES[given] if isinstance(given, str) else [DTYPES[each] for each in given]
-            ctx.params["dtype"] = long
+        dtype = ctx.params.get("dtype")
+        if isinstance(dtype, str):
+            ctx.params["dtype"] = DTYPES[dtype]
+        elif dtype:
+            ctx.params["dtype"] = [DTYPES[each] for each in dtype]
         return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it; what it refuses, it refuses by the names of options."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            options = {p.name or "": p.opts[0] for p in self.params if p.opts[0].startswith("--")}
+            given = ((option, ctx.params.get(name)) for name, option in options.items())
+            files = {str(value): option for option, value in given if isinstance(value, Path)}
+            error.message = as_options(error.message, options, files)
+            raise

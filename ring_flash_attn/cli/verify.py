@@ -133,6 +133,8 @@ def verify(
         _check(choice)
         group = "" if virtual else check_backend(backend, device, size)
         cases = make_cases(choice)
+        if not cases:
+            raise ValueError("no function goes with these of --layout, --route and --feature")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = screen(quiet=not speaks)

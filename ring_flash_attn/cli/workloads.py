@@ -65,7 +65,8 @@ def make_workloads(
     given = {name: _numbers(name, text) for name, text in asked.items()}
     chosen = [dict(zip(given, values, strict=True)) for values in product(*given.values())]
     if len(chosen) > _MOST:
-        raise ValueError(f"{len(chosen)} combinations; at most {_MOST} at a time")
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{options}: {len(chosen)} combinations; at most {_MOST} at a time")
     return [_changed(start, each) for each in chosen]
 
 
