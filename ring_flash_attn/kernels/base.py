@@ -254,7 +254,7 @@ _ENTRIES: dict[str, Entry] = {
     )
 }
 
-NATIVE = "native"  # the fastest of the libraries that can do a call
+NATIVE = "native"  # the first of the libraries, in the order for the GPU, that can do a call
 LIBRARIES = ("fa4", "fa3", "cudnn", "flash_attn", "fa2")
 AUTO = "auto"
 _registered: list[str] = []
@@ -300,7 +300,7 @@ def candidates(name: str, call: Call) -> tuple[str, ...]:
 
 
 def _order(call: Call) -> tuple[str, ...]:
-    """Fastest first. Measured on Hopper (results/README.md); elsewhere what is expected of them."""
+    """A fixed order: on Hopper by what was measured, elsewhere by what is expected of them."""
     import torch
 
     last = ("cute", "reference")
