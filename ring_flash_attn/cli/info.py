@@ -79,11 +79,12 @@ def default_device() -> str:
 
 def plain_call(device: str, dtype: str, headdim: int) -> Call:
     """A causal call without any feature."""
-    from ..bench.machine import find_device
+    import torch
+
     from ..bench.workload import find_dtype
 
     return Call(
-        device=find_device(device, "a kernel"),
+        device=torch.device(device),
         dtype=find_dtype(dtype),
         nheads=8,
         nheads_k=8,
@@ -116,11 +117,12 @@ def info(
     rfa info
     rfa info --dtype float32 --headdim 256 --json info.json
     """
-    from ..bench.machine import versions
+    from ..bench.machine import find_device, versions
 
     device = device or default_device()
     try:
         check_output(json_file)
+        find_device(device, "a kernel")
         reasons = kernel_reasons(device, dtype, headdim)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -51,8 +51,8 @@ _CHOICES: dict[str, tuple[str, Callable[[], Collection[str]]]] = {
 
 # What the library says where the command line has an option.
 _PHRASES = {
-    "the number of query heads": "--nheads",
-    "the number of KV heads": "--nheads-k",
+    "the number of query heads": "--nheads (query heads)",
+    "the number of KV heads": "--nheads-k (KV heads)",
     "CUDA graphs need": "--graphs: CUDA graphs need",
     "the existing design:": "--existing:",
 }
@@ -72,7 +72,7 @@ def as_options(message: str, options: Mapping[str, str], files: Mapping[str, str
         else:  # a word, such as device: where the message begins, with a value
             message = re.sub(rf"^{name}(?= ['\"(\d-]| must )", option, message)
     for phrase, words in _PHRASES.items():
-        if words.split(":")[0] in options.values():
+        if re.split("[ :]", words)[0] in options.values():
             message = message.replace(phrase, words)
     for file, option in files.items():
         if message.startswith((f"{file} ", f"cannot write {file}")):
