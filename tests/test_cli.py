@@ -23,6 +23,8 @@ from ring_flash_attn.cli.verifying.answers import answer, dropout_seed, torch_dt
 from ring_flash_attn.cli.verifying.cases import Choice, function_names, make_cases
 from ring_flash_attn.cli.verifying.cut import cut, cut_names
 from ring_flash_attn.cli.verifying.measure import compare, limit_of
+from ring_flash_attn.cli.verifying.precision import precision_lines
+from ring_flash_attn.cli.verifying.questions import Size
 from ring_flash_attn.comm import launch
 from ring_flash_attn.generate import FUNCTIONS
 from ring_flash_attn.kernels import base, reference
@@ -172,12 +174,51 @@ def test_a_cut_gives_every_token_to_one_rank(layout: str) -> None:
     assert sorted(token for shard in shards for token in shard) == list(range(22))
 
 
-def test_tolerance_is_twice_plain_torch_within_the_fence() -> None:
-    assert limit_of("out", torch.float64, plain=0.0, scale=3.0) == 3e-12
+def test_tolerance_is_twice_plain_torch_and_at_most_what_is_accepted() -> None:
+    assert limit_of("out", torch.float64, plain=0.0, largest_value=3.0, scale=3.0) == 3e-12
     eps = torch.finfo(torch.float32).eps
-    assert limit_of("dq", torch.float32, plain=1e-6, scale=2.0) == 2e-6 + (2 + 8) * eps * 2
-    assert limit_of("out", torch.bfloat16, plain=1.0, scale=2.0) == 2e-2
-    assert limit_of("dq", torch.bfloat16, plain=1.0, scale=2.0) == 1e-1
+    limit = limit_of("dq", torch.float32, plain=1e-6, largest_value=2.0, scale=2.0)
+    assert limit == 2e-6 + (2 + 8) * eps * 2
+    wide = {"plain": 1.0, "largest_value": 2.0}
+    assert limit_of("out", torch.bfloat16, **wide, scale=2.0) == 2e-2
+    assert limit_of("dq", torch.bfloat16, **wide, scale=2.0) == 1e-1
+    assert limit_of("dq", torch.bfloat16, **wide, scale=6.0) == 1e-1, "of the values, not the terms"
+    band = 2 * torch.finfo(torch.bfloat16).eps + 8 * eps
+    cancelled = limit_of("dq", torch.bfloat16, plain=1.0, largest_value=0.1, scale=2.0)
+    assert cancelled == pytest.approx(band * 2.0), "what rounding of the terms leaves"
+
+
+def test_a_wrong_gradient_of_a_few_tokens_fails() -> None:
+    """What is accepted is a share of the values, however large the terms are that cancel."""
+    size = Size(batch=1, seqlen=8, nheads=2, nheads_k=1, headdim=8)
+    names, dtype = ("flash_attn_func",), torch.bfloat16
+    (case,) = make_cases(
+        Choice(names, features=("causal",), dtypes=("bfloat16",), seed=4, size=size)
+    )
+    right = answer(case.question, torch.device("cpu"))
+    for name in ("dq", "dk", "dv"):
+        numbers = (right.plain_errors[name], right.largest[name], right.scales[name])
+        judged = dict(zip(("plain", "largest_value", "scale"), numbers, strict=True))
+        want = right.tensors[name]
+        assert not compare(name, 0, 1.06 * want, want, dtype=dtype, **judged).passed, name
+        assert compare(name, 0, want.to(dtype), want, dtype=dtype, **judged).passed, name
+
+
+def test_a_right_gradient_passes_where_its_terms_cancel() -> None:
+    """The products of dout and out almost cancel; out has been rounded before."""
+    choice = Choice(
+        names=("ring_flash_attn_func",),
+        features=("sink", "together"),
+        dtypes=("float16", "bfloat16"),
+        world_size=2,
+        virtual=True,
+        seed=59,
+        size=Size(batch=1, seqlen=1, nheads=2, nheads_k=1, headdim=8),
+    )
+    for result in checker.check_all(make_cases(choice), choice, "", 60.0):
+        assert result.status is checker.Status.PASS, result
+        lines = precision_lines([result], choice.world_size, by_rank=True)
+        assert {line.verdict for line in lines} == {"within"}, "the report agrees"
 
 
 def test_infinities_have_to_agree_and_nan_never_passes() -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -15,14 +19,21 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from ranks import Ranks
 from torch import Tensor
+from torch.distributed.run import get_args_parser
 
 import ring_flash_attn
 from ring_flash_attn import job
 from ring_flash_attn import layout as layouts
 from ring_flash_attn import plan as plans
+from ring_flash_attn.bench.profiling import parts
+from ring_flash_attn.bench.profiling import run as profiling
+from ring_flash_attn.bench.workload import Workload
+from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.cli.workloads import make_workloads, without_gradients
 from ring_flash_attn.generate import PREFIXES
 from ring_flash_attn.kernels import base as kernels
 from ring_flash_attn.tiles import Mask
@@ -37,6 +48,8 @@ DOCUMENTS = [
     "docs/benchmarks.md",
     "docs/troubleshooting.md",
 ]
+GROUP: Any = typer.main.get_command(app)
+COMMANDS = GROUP.commands
 READMES = ["README.md", "README.zh-CN.md"]
 
 
@@ -370,13 +383,194 @@ def test_make_targets_exist() -> None:
 
 
 def test_commands_and_their_options_exist() -> None:
-    import typer
-
-    from ring_flash_attn.cli.app import app
-
-    group: Any = typer.main.get_command(app)
     lines = re.findall(r"^rfa (.*?)(?:\s+#.*)?$", text("README.md"), re.M)
-    assert {line.split()[0] for line in lines} == set(group.commands)
+    assert {line.split()[0] for line in lines} == set(COMMANDS)
     for line in lines:
         command, *arguments = line.split()
-        group.commands[command].make_context(command, arguments)  # raises where it does not parse
+        COMMANDS[command].make_context(command, arguments)  # raises where it does not parse
+
+
+# Commands of the original documents, and ours.
+
+THEIRS = (
+    "minimal_benchmark.py",
+    "compare_implementations.py",
+    "auto_profile.sh",
+    "nsys profile",
+    "ncu --set full",
+    "benchmarking_attention.py",
+    "basic/test_flash_attn_func.py",
+    "basic/test_flash_attn_qkvpacked_func.py",
+    "basic/test_flash_attn_varlen_qkvpacked_func.py",
+    "basic/test_flash_attn_qkvpacked_func_dist.py",
+    "test/quick_test_triton.py",
+    "test/test_ring_flash_attn_comparison.py",
+    "test/test_qkvpacked_func.py",
+    "test/test_varlen_qkvpacked_func.py",
+    "test/test_zigzag_qkvpacked_func.py",
+    "test/test_stripe_qkvpacked_func.py",
+    "benchmark/benchmark_comparison.py",
+    "benchmark/benchmark_qkvpacked_func.py",
+    "benchmark/benchmark_varlen_qkvpacked_func.py",
+)
+
+
+def command_rows() -> list[tuple[str, list[str]]]:
+    """Cells of theirs, with our commands."""
+    _, _, *lines = block("docs/benchmarks.md", "commands").splitlines()
+    cells = [line.strip("|").split(" | ") for line in lines]
+    rows = [(theirs, re.findall(r"`([^`]+)`", ours)) for theirs, ours in cells]
+    return [(theirs, [c for c in ours if re.search(r"\b(rfa|cli) \w", c)]) for theirs, ours in rows]
+
+
+@dataclass(frozen=True)
+class Typed:
+    """One of our commands as a user types it."""
+
+    line: str
+    command: str
+    arguments: list[str]
+    launched: bool = False  # by torchrun
+    interpreted: bool = False
+
+    @classmethod
+    def of(cls, line: str) -> Typed:
+        words = shlex.split(line)
+        interpreted = words[0] == "TRITON_INTERPRET=1"
+        if words[0] == "torchrun":
+            launched = get_args_parser().parse_args(words[1:])
+            assert launched.module
+            assert launched.training_script == "ring_flash_attn.cli"
+            command, *arguments = launched.training_script_args
+            return cls(line, command, arguments, launched=True)
+        command, *arguments = words[words.index("rfa") + 1 :]
+        return cls(line, command, arguments, interpreted=interpreted)
+
+    def parsed(self) -> Any:
+        """Raises where it does not parse."""
+        return COMMANDS[self.command].make_context(self.command, [*self.arguments])
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Nothing of it runs on a CPU."""
+        return "cuda" in self.arguments or "triton" in self.arguments
+
+
+def small(typed: Typed, given: dict[str, Any]) -> dict[str, Any]:
+    """The same command with sizes that take no time; lists keep two of theirs."""
+    texts = typed.command in ("bench", "compare", "profile")
+    sizes: dict[str, Any] = {"batch": 1, "seqlen": 8, "nheads": 2, "headdim": 8}
+    if texts:
+        sizes = {n: "8,9" if "," in (given[n] or "") else str(x) for n, x in sizes.items()}
+        return {**given, **sizes, "repeats": 1, "device": "cpu"}
+    if typed.command == "diff":
+        return given
+    if typed.command == "ring":
+        return {**given, **sizes, "nheads_k": 2, "device": "cpu", "repeats": 1}
+    virtual = {"virtual": not typed.launched, "feature": ["full"]}
+    return {**given, **sizes, "nheads_k": 2, "device": "cpu", **virtual}
+
+
+def one_rank() -> dict[str, str]:
+    """What torchrun tells the only rank that it starts."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def exit_code(context: Any) -> int:
+    try:
+        with context:
+            context.command.invoke(context)
+    except typer.Exit as ended:
+        return ended.exit_code
+    return 0
+
+
+def test_every_command_of_the_original_documents_is_in_the_table() -> None:
+    rows = command_rows()
+    for name in THEIRS:
+        assert any(name in theirs for theirs, _ in rows), name
+    assert all(ours for _, ours in rows)
+
+
+def test_presets_are_the_sizes_of_the_original_documents() -> None:
+    """What stands beside one of theirs is the same workload."""
+
+    def workload(typed: Typed) -> tuple[list[Workload], bool]:
+        given = typed.parsed().params
+        numbers = {n: given[n] for n in ("batch", "seqlen", "nheads", "nheads_k", "headdim")}
+        preset, same = given["preset"], (given["causal"], given["window"], given["dtype"])
+        grad = not without_gradients(preset, given["no_grad"])
+        return make_workloads(preset, numbers, *same), grad
+
+    compared = 0
+    for theirs, ours in command_rows():
+        found = re.match(
+            r"`python minimal_benchmark.py((?: --[\w-]+(?: \w+)?)*)`", theirs.strip(" |")
+        )
+        if found and len(ours) == 1:
+            compared += 1
+            assert workload(Typed.of(f"rfa bench{found[1]}")) == workload(Typed.of(ours[0])), theirs
+    assert compared >= 11
+
+
+def test_our_command_for_each_of_theirs_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(profiling, "implementation_names", lambda: ("reference", "SDPA math"))
+    done: set[str] = set()
+    for _, ours in command_rows():
+        for typed in map(Typed.of, ours):
+            context = typed.parsed()
+            context.params = small(typed, context.params)
+            what = f"{typed.command} {context.params}"
+            if typed.needs_gpu or typed.interpreted or what in done:
+                continue
+            done.add(what)
+            shutil.rmtree("profile_results", ignore_errors=True)
+            with monkeypatch.context() as patched:
+                for name, value in (one_rank() if typed.launched else {}).items():
+                    patched.setenv(name, value)
+                code = exit_code(context)
+            output = capsys.readouterr().out
+            assert code == 0, f"{typed.line}: {output}"
+            assert output.strip(), typed.line
+    assert len(done) > 20
+
+
+def test_the_quick_check_of_triton_runs_without_a_gpu() -> None:
+    (typed,) = {
+        typed.line: typed
+        for _, ours in command_rows()
+        for typed in map(Typed.of, ours)
+        if typed.interpreted
+    }.values()
+    size = "--feature causal --batch 1 --seqlen 4 --nheads 2 --nheads-k 1 --headdim 8"
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "ring_flash_attn.cli",
+            typed.command,
+            *typed.arguments,
+            *size.split(),
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"\b1 pass\b", ran.stdout), ran.stdout
+
+
+def test_the_files_of_a_profile_are_listed() -> None:
+    listed = {
+        name
+        for line in block("docs/benchmarks.md", "files").splitlines()
+        for first, *others in [re.split(r",? +", line.split("  ")[0])]
+        for name in (first, *(first.rsplit(".", 1)[0] + o if o[0] == "." else o for o in others))
+    }
+    assert listed == {parts.SUMMARY, *parts.PARTS}

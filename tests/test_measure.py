@@ -345,9 +345,7 @@ def test_the_machine() -> None:
     found = machine(CPU)
     assert found["kind"] == "cpu"
     assert str(found["device"]).startswith("cpu (")
-    peak = measure_peak(CPU, torch.float32)
-    assert 1e-3 < peak.tflops < 100
-    assert 0.1 < peak.gbps < 10_000
+    assert measure_peak(CPU, torch.float16) is None
     for wrong in ("tpu", "meta", "cuda:99"):
         with pytest.raises(ValueError, match=wrong):
             find_device(wrong)
@@ -357,8 +355,12 @@ def test_the_machine() -> None:
     ("script", "want"),
     [
         (
-            'echo "$@" > seen; echo "580.1, 1980, [N/A], 2619, 700.00, 34"',
+            """case "$2" in
+*compute-apps*) printf '12\\n34\\n56\\n';;
+*) echo "$@" > seen; echo "580.1, 1980, [N/A], 2619, 700.00, 34";;
+esac""",
             {
+                "other_processes": 2,
                 "driver": "580.1",
                 "sm_clock_mhz": 1980.0,
                 "memory_clock_mhz": 2619.0,

@@ -75,6 +75,7 @@ def test_the_machine_tells_its_clocks_and_peaks() -> None:
     assert found["memory_bytes"]
     assert "sm_clock_mhz" in found, "nvidia-smi answers"
     peak = measure_peak(CUDA, torch.bfloat16)
+    assert peak is not None
     assert 20 < peak.tflops < 5000
     assert 200 < peak.gbps < 20000
 

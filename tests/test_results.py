@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,9 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 # Differences.
 
+WIDE = (0.8, 1.0, 1.2) * 3
+WILD = (0.4, 3.0, 6.0) * 3
+
 
 def error(relative: float | str) -> dict[str, Any]:
     return {"errors": {"out": {"relative": relative}}}
@@ -156,12 +160,21 @@ def verdict(old: Row | None, new: Row | None, limit: float = 5.0) -> Verdict:
     ("old", "new", "want"),
     [
         ({}, {}, Verdict.SAME),
-        ({}, {"samples_ms": times(1.04)}, Verdict.SAME),
+        ({}, {"samples_ms": times(1.02)}, Verdict.SAME),
+        ({}, {"samples_ms": times(1.04)}, Verdict.NOISY),  # 1.5 % to 6.6 %
         ({}, {"samples_ms": times(1.06)}, Verdict.SLOWER),
         ({}, {"samples_ms": times(0.9)}, Verdict.FASTER),
-        # 6 % with runs that are 20 % apart is chance
-        ({"samples_ms": (0.8, 1.0, 1.2) * 3}, {"samples_ms": (0.86, 1.06, 1.26) * 3}, Verdict.SAME),
-        ({"samples_ms": (1.0,)}, {"samples_ms": (1.06,)}, Verdict.SLOWER),
+        # with runs that are 20 % apart, neither 6 % nor 0 % says anything
+        ({"samples_ms": WIDE}, {"samples_ms": (0.86, 1.06, 1.26) * 3}, Verdict.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": WIDE}, Verdict.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": WILD}, Verdict.NOISY),  # +200 % ± 59 %
+        ({"samples_ms": WILD}, {"samples_ms": WIDE}, Verdict.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": tuple(3 * x for x in WIDE)}, Verdict.SLOWER),
+        ({"samples_ms": (1.0,)}, {"samples_ms": (1.06,)}, Verdict.NOISY),
+        ({"samples_ms": (1.0,) * 3}, {"samples_ms": (1.0,) * 3}, Verdict.NOISY),
+        ({}, {"samples_ms": (1.0,) * 5 + (9e3,) * 3}, Verdict.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": WIDE, "peak_bytes": 110 << 20}, Verdict.FATTER),
+        ({"samples_ms": ()}, {"samples_ms": ()}, Verdict.SAME),
         ({}, {"peak_bytes": 110 << 20}, Verdict.FATTER),
         ({}, {"peak_bytes": 90 << 20}, Verdict.SAME),
         ({"peak_bytes": 0}, {"peak_bytes": 2 << 20}, Verdict.FATTER),
@@ -191,6 +204,22 @@ def test_numbers_of_a_change() -> None:
     # quartiles 0.9925 and 1.01 (exclusive method); the same relative spread in both files
     each = 1.2533 * (1.01 - 0.9925) / 1.349 / math.sqrt(8)
     assert found.spread == pytest.approx(100 * math.sqrt(2) * each)
+    factor = math.exp(3 * math.sqrt(2) * each)
+    assert found.interval == pytest.approx((110 / factor - 100, 110 * factor - 100))
+
+
+def test_intervals_hold_the_true_change() -> None:
+    """Of 400 pairs of equal runs with 5 % noise, all but a few intervals hold 0."""
+    draw = random.Random(0)
+    missed = 0
+    for number in (4, 8, 30):
+        for _ in range(400):
+            runs = [tuple(draw.gauss(1, 0.05) for _ in range(number)) for _ in range(2)]
+            old, new = (replace(results(row(samples_ms=each)), settings={}) for each in runs)
+            (found,) = compare(old, new, 5)
+            assert found.interval is not None
+            missed += not found.interval[0] <= 0 <= found.interval[1]
+    assert missed <= 8, "0.3 % is 4"
 
 
 def test_runs_of_one_round_are_alike() -> None:
@@ -233,6 +262,24 @@ def test_the_exit_code_is_for_regressions(tmp_path: Path) -> None:
     more = results(row(), row(implementation="fa2"))
     assert diff(tmp_path, more, results(row()))[0] == 0
     assert diff(tmp_path, more, results(row()), "--require-all")[0] == 1
+
+
+def test_noise_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    """So that CI can measure again instead of failing."""
+    old, new = results(row(samples_ms=WIDE)), results(row(samples_ms=WILD))
+    code, output = diff(tmp_path, old, new)
+    assert code == 0
+    for words in ("too noisy to tell", "+200.0 %", "-49.1 to +1667.6 %", "more --repeats"):
+        assert words in output, words
+    assert diff(tmp_path, old, new, "--fail-on-noisy")[0] == 3
+    assert diff(tmp_path, results(row()), results(row()), "--fail-on-noisy")[0] == 0
+    slower = row(implementation="fa2", samples_ms=times(1.1))
+    both = (
+        replace(old, rows=(*old.rows, replace(slower, samples_ms=RUNS))),
+        results(*new.rows, slower),
+    )
+    assert diff(tmp_path, *both, "--fail-on-noisy")[0] == 1, "a regression is more than noise"
+    assert "unknown" in diff(tmp_path, old, results(row(samples_ms=(1.0,))))[1]
 
 
 def test_rows_that_did_not_move_are_shown_if_asked_for(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two sets of results: which rows moved, and by how much against their spread."""
+"""Two sets of results: which rows moved, and whether their spread allows to tell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from .results import Results, Row
 
-_SURE = 3.0  # standard errors beyond which a change is no chance
+_SURE = 3.0  # standard errors on either side of a change: 99.7 % of intervals hold the true one
+_LARGEST = 700.0  # of which exp is finite
 _MUCH = 1 << 20  # bytes; less is no growth
 _WORSE = 4.0  # times as large an error is wrong
 _SIGMA = 1.349  # of a normal distribution: distance of its quartiles
@@ -26,6 +27,7 @@ class Verdict(Enum):
     SLOWER = "slower"
     FATTER = "more memory"
     MISSING = "missing"
+    NOISY = "too noisy to tell"
     NEW = "new"
     WORKS = "works now"
     FASTER = "faster"
@@ -43,7 +45,7 @@ class Change:
         row: what it is about; after, where there is one.
         before, after: medians in ms.
         percent: by which the time changed; positive: slower.
-        spread: standard error of that in percent; None if there are too few runs to tell.
+        spread: standard error of after / before, in percent of it; None with fewer than 4 runs.
         memory_percent: by which the memory changed.
         verdict: what became of it.
     """
@@ -57,15 +59,24 @@ class Change:
     verdict: Verdict
 
     @property
-    def is_sure(self) -> bool:
-        """Whether the change is larger than chance; so it is where chance is not known."""
-        return self.percent is not None and (
-            self.spread is None or abs(self.percent) > _SURE * self.spread
-        )
+    def interval(self) -> tuple[float, float] | None:
+        """Within which the true change lies, in percent; None if nothing is known about it.
+
+        Ratios of times vary by factors, so it is one of factors: further up than down.
+        """
+        if self.percent is None or self.spread is None:
+            return None
+        ratio = 1 + self.percent / 100
+        factor = math.exp(min(_SURE * self.spread / 100, _LARGEST))
+        return 100 * (ratio / factor - 1), 100 * (ratio * factor - 1)
 
 
 def compare(before: Results, after: Results, limit: float) -> list[Change]:
-    """Every row of both, the worst first; those that changed by no more than `limit` % are same.
+    """Every row of both, the worst first.
+
+    A row is slower (faster) if its median changed by more than `limit` % and the interval of the
+    change excludes 0; it is the same if that interval lies within ± `limit` %. Otherwise, and where
+    there is no interval, it is too noisy to tell.
 
     Raises:
         ValueError: they have no row in common.
@@ -110,13 +121,25 @@ def _verdict(old: Row, new: Row, change: Change, limit: float) -> Verdict:
         return Verdict.WORKS
     if any(_is_worse(old.errors.get(name, {}), new.errors[name]) for name in new.errors):
         return Verdict.WRONG
-    moved = change.percent if change.percent is not None and change.is_sure else 0.0
-    if moved > limit:
-        return Verdict.SLOWER
+    time = _time_verdict(change, limit)
+    if time is Verdict.SLOWER:
+        return time
     growth = (new.peak_bytes or 0) - (old.peak_bytes or 0)
     if old.peak_bytes is not None and growth > max(_MUCH, limit / 100 * old.peak_bytes):
         return Verdict.FATTER
-    return Verdict.FASTER if moved < -limit else Verdict.SAME
+    return time
+
+
+def _time_verdict(change: Change, limit: float) -> Verdict:
+    """SLOWER, FASTER, SAME or NOISY; SAME where nothing was timed."""
+    if change.percent is None:
+        return Verdict.SAME
+    low, high = change.interval or (-math.inf, math.inf)
+    if change.percent > limit and low > 0:
+        return Verdict.SLOWER
+    if change.percent < -limit and high < 0:
+        return Verdict.FASTER
+    return Verdict.SAME if -limit <= low and high <= limit else Verdict.NOISY
 
 
 def _is_worse(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

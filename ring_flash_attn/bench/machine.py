@@ -40,8 +40,8 @@ _QUERIES = {  # of nvidia-smi
     "temperature_c": "temperature.gpu",
 }
 _RUNS = 7
-_SIZES = {"cuda": 8192, "cpu": 1024}  # of the square matrices whose product is timed
-_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}  # of the tensor that is copied
+_SIZE = 8192  # of the square matrices whose product is timed
+_BYTES = 1 << 30  # of the tensor that is copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +120,28 @@ def machine(device: torch.device) -> dict[str, object]:
 def _from_nvidia_smi(uuid: str) -> dict[str, object]:
     """What only the driver's tool tells; nothing where it is not installed or does not answer."""
     gpu = f"GPU-{uuid.removeprefix('GPU-')}"
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(_QUERIES.values())}"]
-    try:
-        answer = subprocess.run(
-            [*command, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
+    answer = _nvidia_smi(gpu, f"--query-gpu={','.join(_QUERIES.values())}")
     values = [part.strip() for part in answer.strip().split(",")]
-    return {
+    found: dict[str, object] = {
         name: value if name == "driver" else float(value)
         for name, value in zip(_QUERIES, values)
-        if name == "driver" or value.replace(".", "", 1).isdigit()
+        if value and (name == "driver" or value.replace(".", "", 1).isdigit())
     }
+    processes = _nvidia_smi(gpu, "--query-compute-apps=pid").split()
+    if processes:  # ours is one of them; in a container it may have another number, or none is seen
+        found["other_processes"] = len(processes) - 1
+    return found
+
+
+def _nvidia_smi(gpu: str, query: str) -> str:
+    """What it answers; nothing where it is not installed or fails."""
+    command = ["nvidia-smi", f"--id={gpu}", query, "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def commit() -> str | None:
@@ -160,17 +165,22 @@ def commit() -> str | None:
     return found or None
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Time a product of matrices and a copy: what a kernel can be compared with."""
-    size, length = _SIZES[device.type], _BYTES[device.type]
+def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
+    """Time a product of matrices and a copy: what a kernel can be compared with.
+
+    None on the CPU: in half precision kernels compute in fp32 there, several times as fast as a
+    product in half precision, which may take minutes.
+    """
+    if device.type == "cpu":
+        return None
     with on_device(device):
         watch = Stopwatch(device)
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        a, b = (torch.randn(_SIZE, _SIZE, device=device).to(dtype) for _ in range(2))
         product = _median(watch, lambda: torch.mm(a, b))
-        source = torch.empty(length, dtype=torch.uint8, device=device)
+        source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         copy = _median(watch, lambda: target.copy_(source))
-    return Peak(2 * size**3 / product / 1e9, 2 * length / copy / 1e6)
+    return Peak(2 * _SIZE**3 / product / 1e9, 2 * _BYTES / copy / 1e6)
 
 
 def _median(watch: Stopwatch, work: Work) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.names import implementation_names
-from ..bench.results import BENCH, Row, check_output
+from ..bench.results import BENCH, Results, Row, check_output
 from ..kernels.base import AUTO, NATIVE
 from .measuring import (
     ON_CPU,
@@ -103,29 +103,27 @@ def bench(
                 )
                 advance()
     finally:  # what is there is shown and written, even if the user has had enough
-        if peak is not None and rows:
-            dtype_peak = (peak, workloads[0].dtype)
-            _show(console, rows, workloads, names, where, dtype_peak, rounds)
-            write(console, make_results(rows, where, {"repeats": rounds}, dtype_peak), json_file)
+        if rows:
+            peak_of = (peak, workloads[0].dtype)
+            found = make_results(rows, where, {"repeats": rounds}, peak_of)
+            _show(console, found, workloads, names, peak)
+            write(console, found, json_file)
     raise typer.Exit(int(all(row.failed is not None for row in rows)))
 
 
 def _show(
     console: Console,
-    rows: Sequence[Row],
+    results: Results,
     workloads: Sequence[Workload],
     names: Sequence[str],
-    device: torch.device,
-    peak: tuple[Peak, torch.dtype],
-    rounds: int,
+    peak: Peak | None,
 ) -> None:
-    from ..bench.machine import device_name
-
-    console.print(f"{', '.join(dict.fromkeys(names))} on {device_name(device)}", markup=False)
+    device = str(results.machine["device"])
+    console.print(f"{', '.join(dict.fromkeys(names))} on {device}", markup=False)
     console.print(_common(workloads), markup=False)
-    console.print(_table(rows, workloads, peak[0]))
-    print_failures(console, rows)
-    for line in _notes(device, *peak, rounds):
+    console.print(_table(results.rows, workloads, device, peak))
+    print_failures(console, results.rows)
+    for line in _notes(results, workloads[0].dtype, peak):
         console.print(line, markup=False)
 
 
@@ -146,48 +144,58 @@ def _common(workloads: Sequence[Workload]) -> str:
     return str(workloads[0]) if len(workloads) == 1 else f"{len(workloads)} workloads"
 
 
-def _table(rows: Sequence[Row], workloads: Sequence[Workload], peak: Peak) -> Table:
+def _table(
+    rows: Sequence[Row], workloads: Sequence[Workload], device: str, peak: Peak | None
+) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     varying = differences(workloads)
     for name in varying:
         table.add_column(name, justify="right")
     table.add_column("pass")
-    for name in ("min ms", "avg ms", "median ms", "max ms", "TFLOP/s peak", "avg"):
+    shares = () if peak is None else ("% of matmul", "verdict")
+    times = ("min ms", "avg ms", "median ms", "max ms", "TFLOP/s peak", "avg")
+    for name in (*times, *shares, "MiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("% of matmul", justify="right", no_wrap=True)
-    table.add_column("MiB", justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            *(str(row.workload[name]) for name in varying), row.passes, *_cells(row, peak)
-        )
+        values = (str(row.workload[name]) for name in varying)
+        table.add_row(*values, row.passes, *_cells(row, workloads[0].dtype, device, peak))
     return table
 
 
-def _cells(row: Row, peak: Peak) -> list[str]:
-    """Times, rates of the fastest run and on average, share of the peak, memory."""
+def _cells(row: Row, dtype: torch.dtype, device: str, peak: Peak | None) -> list[str]:
+    """Times, rates of the fastest run and on average, share of the peak, verdict, memory."""
     if row.failed is not None or row.ms is None or row.tflops is None:
         return ["[red]failed[/]"]
     runs = row.samples_ms
     times = (min(runs), statistics.fmean(runs), row.ms, max(runs))
     work = row.tflops * row.ms
-    rates = (
-        f"{work / times[0]:.4g}",
-        f"{work / times[1]:.4g}",
-        f"{100 * row.tflops / peak.tflops:.1f}",
-    )
-    return [*(f"{each:.3f}" for each in times), *rates, mib(row.peak_bytes)]
+    cells = [*(f"{each:.3f}" for each in times), *(f"{work / each:.4g}" for each in times[:2])]
+    if peak is not None:
+        verdict = rate_verdict(row.passes, row.tflops, device, dtype, peak)
+        cells += [f"{100 * row.tflops / peak.tflops:.1f}", verdict.word]
+    return [*cells, mib(row.peak_bytes)]
 
 
-def _notes(device: torch.device, peak: Peak, dtype: torch.dtype, rounds: int) -> list[str]:
+def _notes(results: Results, dtype: torch.dtype, peak: Peak | None) -> Iterator[str]:
     """How to read it."""
+    from ..bench.verdicts import machine_verdicts, rate_verdict
     from ..bench.workload import dtype_name
 
-    lines = [
-        f"{rounds} rounds; short passes have several runs in each. TFLOP/s: of the fastest run, "
-        "and on average.",
-        f"% of matmul: the median run against {peak.tflops:.4g} TFLOP/s, measured here with a "
-        f"product of large matrices in {dtype_name(dtype)}.",
+    yield (
+        f"{results.settings['repeats']} rounds; short passes have several runs in each. TFLOP/s: "
+        "of the fastest run, and on average."
+    )
+    if peak is not None:
+        yield (
+            f"% of matmul: the median run against {peak.tflops:.4g} TFLOP/s, measured here with a "
+            f"product of large matrices in {dtype_name(dtype)}."
+        )
+        limits = rate_verdict("", 0.0, str(results.machine["device"]), dtype, peak).limits
+        yield f"verdict, of the median run: {limits}."
+    yield (
         "MiB: most memory above inputs, outputs and gradients (backward: with the forward pass); "
-        "n/a on the CPU.",
-    ]
-    return lines + ([ON_CPU] if device.type == "cpu" else [])
+        "n/a on the CPU."
+    )
+    yield from map(str, machine_verdicts(results.machine))
+    if results.machine["kind"] == "cpu":
+        yield ON_CPU

@@ -17,9 +17,11 @@ from ..bench.results import Results, Row, check_output, load
 from .measuring import write_json
 from .screen import screen
 
+_NOISY_CODE = 3
 _STYLES = {
     **dict.fromkeys(BAD, "bold red"),
     Verdict.MISSING: "yellow",
+    Verdict.NOISY: "yellow",
     Verdict.NEW: "yellow",
     Verdict.FASTER: "green",
     Verdict.WORKS: "green",
@@ -36,6 +38,13 @@ def diff(
     require_all: Annotated[
         bool, typer.Option("--require-all", help="A row that is missing in B is a failure.")
     ] = False,
+    fail_on_noisy: Annotated[
+        bool,
+        typer.Option(
+            "--fail-on-noisy",
+            help=f"Exit code {_NOISY_CODE} if nothing is worse, but a row is too noisy to tell.",
+        ),
+    ] = False,
     show_same: Annotated[
         bool, typer.Option("--all", help="Show rows that did not move as well.")
     ] = False,
@@ -45,14 +54,18 @@ def diff(
 ) -> None:
     """Compare two files of results, row by row.
 
-    A row moved if its median changed by more than --fail-above, and by more than three standard
-    errors of it. Exit code 1: something is slower, needs more memory, fails, or is wrong: beyond
-    its limit, or four times as far from fp64 as before.
+    The interval of a change is its median plus and minus three standard errors, from the spread of
+    the rounds. A row is slower or faster if its median changed by more than --fail-above and the
+    interval excludes 0; it is the same if the interval lies within --fail-above. Any other is too
+    noisy to tell, as is one with fewer than 4 rounds: measure again with more --repeats.
+
+    Exit code 1: something is slower, needs more memory, fails, or is wrong: beyond its limit, or
+    four times as far from fp64 as before. 3: only with --fail-on-noisy. 2: wrong arguments.
 
     \b
     rfa bench --preset llama3-8b --json before.json
     rfa bench --preset llama3-8b --json after.json
-    rfa diff before.json after.json --fail-above 3%
+    rfa diff before.json after.json --fail-above 3% --fail-on-noisy
     """
     try:
         check_output(json_file)
@@ -70,7 +83,12 @@ def diff(
     console.print(_summary(changes))
     write_json(console, [_plain(each) for each in changes], json_file)
     bad = {*BAD, Verdict.MISSING} if require_all else {*BAD}
-    raise typer.Exit(int(any(each.verdict in bad for each in changes)))
+    found = {each.verdict for each in changes}
+    if Verdict.NOISY in found:
+        console.print("too noisy to tell: measure again with more --repeats", markup=False)
+    if found & bad:
+        raise typer.Exit(1)
+    raise typer.Exit(_NOISY_CODE if fail_on_noisy and Verdict.NOISY in found else 0)
 
 
 def _percent(text: str) -> float:
@@ -96,7 +114,7 @@ def _differences(old: Results, new: Results) -> Iterator[str]:
 def _table(changes: Sequence[Change]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("what", overflow="fold")
-    for name in ("A ms", "B ms", "change", "± (1 s.e.)", "memory"):
+    for name in ("A ms", "B ms", "change", "interval", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for each in changes:
@@ -112,8 +130,16 @@ def _cells(change: Change) -> list[str]:
         "" if value is None else f"{value:+.1f} %"
         for value in (change.percent, change.memory_percent)
     ]
-    spread = "unknown" if change.spread is None else f"{change.spread:.1f} %"
-    return [*times, moves[0], spread if change.percent is not None else "", moves[1]]
+    return [*times, moves[0], _interval(change), moves[1]]
+
+
+def _interval(change: Change) -> str:
+    if change.percent is None:
+        return ""
+    if change.interval is None:
+        return "unknown"
+    low, high = change.interval
+    return f"{low:+.1f} to {high:+.1f} %"
 
 
 def describe(row: Row) -> str:
@@ -142,4 +168,5 @@ def _summary(changes: Sequence[Change]) -> str:
 
 
 def _plain(change: Change) -> dict[str, Any]:
-    return {**asdict(change), "row": change.row.to_dict(), "verdict": change.verdict.value}
+    derived = {"interval": change.interval, "verdict": change.verdict.value}
+    return {**asdict(change), "row": change.row.to_dict(), **derived}

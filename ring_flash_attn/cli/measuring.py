@@ -84,15 +84,15 @@ def make_results(
     rows: Sequence[Row],
     device: torch.device,
     settings: dict[str, Any],
-    peak: tuple[Peak, torch.dtype] | None = None,
+    peak: tuple[Peak | None, torch.dtype] | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> Results:
     """For a file: what was run, where, with which versions."""
     from ..bench.machine import commit, machine, peak_dict, versions
 
     where = machine(device)
-    if peak is not None:
-        where["peak"] = peak_dict(*peak)
+    if peak is not None and peak[0] is not None:
+        where["peak"] = peak_dict(peak[0], peak[1])
     return Results(
         command(),
         where,

@@ -77,8 +77,9 @@ def profile(
 ) -> None:
     """Find out what is slow and why; the folder's SUMMARY.md is where to begin.
 
-    Times against measured peaks, a trace, the memory, all other implementations, and what Nsight
-    Systems (nsys) and Nsight Compute (ncu) find where they are installed.
+    Times against measured peaks and verdicts on them, a trace, the memory, all other
+    implementations, and what Nsight Systems (nsys) and Nsight Compute (ncu --set full) find where
+    they are installed; what is left out is listed with the reason.
 
     \b
     rfa profile --preset llama3-8b
@@ -88,7 +89,7 @@ def profile(
     """
     from ..bench.machine import find_device
     from ..bench.profiling.choice import make_subject
-    from ..bench.profiling.findings import find
+    from ..bench.profiling.findings import find, verdicts
     from ..bench.profiling.parts import SUMMARY, prepare_folder
     from ..bench.profiling.run import Context, results
     from ..bench.profiling.run import profile as run_profile
@@ -120,6 +121,8 @@ def profile(
     for number, finding in enumerate(find(facts), 1):
         advice = f" Try: {finding.advice}." if finding.advice else ""
         console.print(f"{number}. {finding.says}{advice}", markup=False)
+    for verdict in verdicts(facts):
+        console.print(str(verdict), markup=False)
     for part in facts.parts:
         if part.missing is not None:
             console.print(f"no {part.name}: {part.missing}", markup=False)

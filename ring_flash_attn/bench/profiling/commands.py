@@ -11,15 +11,6 @@ from . import parts
 from .subject import Subject
 
 _LAUNCHES = 100  # of kernels that Nsight Compute looks at, some ten times each
-SECTIONS = (
-    "SpeedOfLight",
-    "MemoryWorkloadAnalysis",
-    "ComputeWorkloadAnalysis",
-    "WarpStateStats",
-    "SchedulerStats",
-    "Occupancy",
-    "LaunchStats",
-)
 
 
 def child_command(subject: Subject, runs: int) -> list[str]:
@@ -50,8 +41,9 @@ def nsys_stats_command(folder: Path) -> list[str]:
 
 
 def ncu_command(folder: Path, child: Sequence[str]) -> list[str]:
-    """Counters of each kernel between cudaProfilerStart and cudaProfilerStop."""
+    """All counters of each kernel between cudaProfilerStart and cudaProfilerStop."""
     options = {
+        "--set": "full",
         "--profile-from-start": "off",
         "--target-processes": "all",
         "--clock-control": "none",
@@ -59,8 +51,7 @@ def ncu_command(folder: Path, child: Sequence[str]) -> list[str]:
         "--export": str(folder / parts.NCU.removesuffix(".ncu-rep")),
     }
     words = [word for option in options.items() for word in option]
-    sections = [word for section in SECTIONS for word in ("--section", section)]
-    return ["ncu", "--nvtx", "--force-overwrite", *words, *sections, *child]
+    return ["ncu", "--nvtx", "--force-overwrite", *words, *child]
 
 
 def ncu_table_command(folder: Path, page: str) -> list[str]:

@@ -49,7 +49,7 @@ class Facts:
         subject: what was profiled.
         machine, versions: where.
         repeats: rounds of the medians.
-        peak: what the device does at best.
+        peak: what the device does at best; None on the CPU.
         timed: by pass; the last one is what the files are about.
         activity: of the trace.
         overlap: of a replayed rank with a link.
@@ -62,7 +62,7 @@ class Facts:
     machine: Mapping[str, object]
     versions: Mapping[str, str]
     repeats: int
-    peak: Peak
+    peak: Peak | None
     timed: tuple[Timed, ...]
     activity: Activity
     overlap: Overlap | None

@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...kernels.base import kernel_names
-from ..results import BOTH, Row
+from ..results import BOTH
+from ..verdicts import Verdict, judge, machine_verdicts, rate_verdict
 from .facts import Facts
+from .parts import NCU_COMPUTE
 from .roofline import COMPUTE, NEAR, NEITHER
 
 _IDLE, _SMALL, _HIDDEN = 0.1, 0.15, 0.9  # shares that are worth a word
 _MEASURABLE, _EXPOSED, _FASTER = 0.01, 0.05, 0.95
 _TENSOR, _OCCUPANCY = 60.0, 25.0  # percent
 _SHOWN = 60  # characters of a kernel's name
+# Limits of the original documents.
+_BUSY, _BANDWIDTH, _PROCESSORS, _SPEED_UP = (90.0, 70.0), 80.0, 90.0, (3.0, 2.0)
+_PLAIN = "torch standard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,35 @@ def find(facts: Facts) -> list[Finding]:
     return [finding for make in makers for finding in make(facts)]
 
 
+def verdicts(facts: Facts) -> list[Verdict]:
+    """What the original documents look at, beside their limits; nothing on the CPU."""
+    return [] if facts.on_cpu else [*_verdicts(facts)]
+
+
+def _verdicts(facts: Facts) -> Iterator[Verdict]:
+    device, dtype = str(facts.machine["device"]), facts.subject.workload.dtype
+    for timed in facts.timed:
+        if facts.peak is not None:
+            tflops = timed.roofline.tflops
+            yield rate_verdict(passes_name(timed.passes), tflops, device, dtype, facts.peak)
+    busy = 100 * facts.main.ms / max(facts.main.ms, facts.main.host_ms)
+    advice = "larger calls, CUDA graphs, or torch.compile around the model"
+    yield judge("GPU busy, in calls one after the other", busy, *_BUSY, " %", advice)
+    if facts.counters:
+        first = facts.counters[0]
+        for what, value, good in (
+            ("memory bandwidth", first.memory_percent, _BANDWIDTH),
+            ("processors (SM)", first.sm_percent, _PROCESSORS),
+        ):
+            if value is not None:
+                yield judge(f"{what} of `{short(first.name)}`", value, good, None, " %")
+    times = _times(facts)
+    if facts.subject.kernel in times and _PLAIN in times:
+        ratio = times[_PLAIN] / times[facts.subject.kernel]
+        yield judge(f"speed-up over {_PLAIN}", ratio, *_SPEED_UP, "x", "longer sequences")
+    yield from machine_verdicts(facts.machine)
+
+
 def passes_name(passes: str) -> str:
     """In words."""
     return "forward and backward" if passes == BOTH else passes
@@ -43,9 +77,13 @@ def short(name: str) -> str:
 def _rate(facts: Facts) -> Iterator[Finding]:
     roof, peak = facts.main.roofline, facts.peak
     who = "Forward and backward take" if facts.main.passes == BOTH else "Forward takes"
-    says = (
-        f"{who} {roof.ms:.3f} ms: {roof.tflops:.4g} TFLOP/s, {100 * roof.compute_share:.1f} % of "
-        f"the {peak.tflops:.4g} that a product of large matrices reaches here."
+    says = f"{who} {roof.ms:.3f} ms: {roof.tflops:.4g} TFLOP/s"
+    if peak is None or roof.compute_share is None or roof.bandwidth_share is None:
+        yield Finding(f"{says}.")
+        return
+    says += (
+        f", {100 * roof.compute_share:.1f} % of the {peak.tflops:.4g} that a product of large "
+        "matrices reaches here."
     )
     if roof.bound == COMPUTE:
         yield Finding(
@@ -161,7 +199,7 @@ def _counters(facts: Facts) -> Iterator[Finding]:
         reason, warps = first.stalls[0]
         yield Finding(
             f"Warps of {name} wait most for: {reason} ({warps:.2f} warps for each that issues).",
-            "the section Warp State Statistics in ncu_compute.txt",
+            f"the section Warp State Statistics in {NCU_COMPUTE}",
         )
     if first.occupancy_percent is not None and first.occupancy_percent < _OCCUPANCY:
         yield Finding(
@@ -181,20 +219,24 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _times(facts: Facts) -> dict[str, float]:
+    """Of all implementations that ran on one device, in the pass that is profiled."""
+    rows = (row for row in facts.comparison if row.passes == facts.main.passes)
+    return {row.implementation: row.ms for row in rows if row.ms is not None}
+
+
 def _others(facts: Facts) -> Iterator[Finding]:
     """Against the fastest other implementation, on one device."""
-    rows = [row for row in facts.comparison if row.passes == facts.main.passes and row.ms]
-    ours = [row for row in rows if row.implementation == facts.subject.kernel]
-    others = [row for row in rows if row.implementation != facts.subject.kernel]
-    if not ours or not others:
+    others, kernel = _times(facts), facts.subject.kernel
+    ours = others.pop(kernel, None)
+    if ours is None or not others:
         return
-    best = min(others, key=_time)
-    ratio = _time(best) / _time(ours[0])
+    best = min(others, key=lambda name: others[name])
+    ratio = others[best] / ours
     yield Finding(
-        f"The fastest other implementation on one device is {best.implementation}: "
-        f"{_time(best):.3f} ms, {ratio:.2f} times as long as {facts.subject.kernel}'s "
-        f"{_time(ours[0]):.3f} ms.",
-        _instead(best.implementation) if ratio < _FASTER else "",
+        f"The fastest other implementation on one device is {best}: {others[best]:.3f} ms, "
+        f"{ratio:.2f} times as long as {kernel}'s {ours:.3f} ms.",
+        _instead(best) if ratio < _FASTER else "",
     )
 
 
@@ -202,8 +244,3 @@ def _instead(name: str) -> str:
     if name in kernel_names():
         return f"`--kernel {name}`"
     return "what it does otherwise; `rfa compare` shows all of them"
-
-
-def _time(row: Row) -> float:
-    assert row.ms is not None, "it was timed"
-    return row.ms

@@ -8,10 +8,12 @@ from pathlib import Path
 SUMMARY = "SUMMARY.md"
 TRACE = "trace.json"
 MEMORY = "memory_snapshot.pickle"
-MACHINE, MACHINE_TEXT = "machine.json", "machine.txt"
-BASELINE, COMPARISON = "baseline.json", "comparison.json"
-NSYS, NSYS_STATS = "nsys.nsys-rep", "nsys_stats.txt"
-NCU, NCU_MEMORY, NCU_COMPUTE = "ncu.ncu-rep", "ncu_memory.txt", "ncu_compute.txt"
+MACHINE, MACHINE_TEXT = "gpu_info.json", "gpu_info.txt"
+BASELINE, BASELINE_TEXT = "baseline_benchmark.json", "baseline_benchmark.txt"
+COMPARISON, COMPARISON_TEXT = "comparison_results.json", "comparison_results.txt"
+NSYS, NSYS_STATS = "flash_attn_nsys.nsys-rep", "nsys_stats.txt"
+NCU = "flash_attn_ncu_full.ncu-rep"
+NCU_MEMORY, NCU_COMPUTE = "ncu_memory_metrics.txt", "ncu_compute_metrics.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,13 @@ PARTS = {
         ),
         Part(MACHINE, "device, clocks, versions and measured peaks", _TEXT),
         Part(MACHINE_TEXT, "the same in words, and `nvidia-smi -q`", _TEXT),
-        Part(BASELINE, "times of this kernel alone", _RESULTS),
-        Part(COMPARISON, "times of all implementations", _RESULTS),
-        Part(NSYS, "the timeline of the whole system (Nsight Systems)", "nsys-ui nsys.nsys-rep"),
+        Part(BASELINE_TEXT, "times, rates and memory of this kernel alone", _TEXT),
+        Part(BASELINE, "the same as a file of results", _RESULTS),
+        Part(COMPARISON_TEXT, "times, memory and speed-up of all implementations", _TEXT),
+        Part(COMPARISON, "the same as a file of results", _RESULTS),
+        Part(NSYS, "the timeline of the whole system (Nsight Systems)", f"nsys-ui {NSYS}"),
         Part(NSYS_STATS, "its sums by kernel, call and range", _TEXT),
-        Part(NCU, "hardware counters of each kernel (Nsight Compute)", "ncu-ui ncu.ncu-rep"),
+        Part(NCU, "all hardware counters of each kernel (Nsight Compute)", f"ncu-ui {NCU}"),
         Part(NCU_MEMORY, "its sections about memory", _TEXT),
         Part(NCU_COMPUTE, "its sections about arithmetic, stalls and occupancy", _TEXT),
     )

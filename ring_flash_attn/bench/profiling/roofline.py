@@ -18,13 +18,13 @@ class Roofline:
         ms: how long it takes.
         flops: what it computes.
         bytes: the least that it has to read and write.
-        peak: what the device does at best, measured.
+        peak: what the device does at best, measured; None on the CPU, and so are shares of it.
     """
 
     ms: float
     flops: float
     bytes: float
-    peak: Peak
+    peak: Peak | None
 
     @property
     def tflops(self) -> float:
@@ -37,14 +37,14 @@ class Roofline:
         return self.bytes / self.ms / 1e6
 
     @property
-    def compute_share(self) -> float:
+    def compute_share(self) -> float | None:
         """Of the peak of a matrix product."""
-        return self.tflops / self.peak.tflops
+        return None if self.peak is None else self.tflops / self.peak.tflops
 
     @property
-    def bandwidth_share(self) -> float:
+    def bandwidth_share(self) -> float | None:
         """Of the bandwidth of a copy."""
-        return self.gbps / self.peak.gbps
+        return None if self.peak is None else self.gbps / self.peak.gbps
 
     @property
     def intensity(self) -> float:
@@ -52,23 +52,32 @@ class Roofline:
         return self.flops / self.bytes
 
     @property
-    def ridge(self) -> float:
+    def ridge(self) -> float | None:
         """The intensity above which arithmetic is the limit, not memory."""
-        return self.peak.tflops * 1e3 / self.peak.gbps
+        return None if self.peak is None else self.peak.tflops * 1e3 / self.peak.gbps
 
     @property
-    def least_ms(self) -> float:
+    def least_ms(self) -> float | None:
         """What the nearer limit would allow."""
-        return self.ms * max(self.compute_share, self.bandwidth_share)
+        return None if self.nearest_share is None else self.ms * self.nearest_share
 
     @property
-    def bound(self) -> str:
+    def nearest_share(self) -> float | None:
+        """Of the limit that is nearer."""
+        if self.compute_share is None or self.bandwidth_share is None:
+            return None
+        return max(self.compute_share, self.bandwidth_share)
+
+    @property
+    def bound(self) -> str | None:
         """COMPUTE or BANDWIDTH if it is near that limit; else NEITHER."""
-        if max(self.compute_share, self.bandwidth_share) < NEAR:
+        if self.nearest_share is None or self.ridge is None:
+            return None
+        if self.nearest_share < NEAR:
             return NEITHER
         return COMPUTE if self.intensity >= self.ridge else BANDWIDTH
 
-    def to_dict(self) -> dict[str, float | str]:
+    def to_dict(self) -> dict[str, float | str | None]:
         """Plain values."""
         names = ("ms", "flops", "bytes", "tflops", "gbps", "compute_share", "bandwidth_share")
         more = ("intensity", "ridge", "least_ms", "bound")

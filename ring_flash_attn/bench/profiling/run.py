@@ -24,9 +24,14 @@ from .record import record_memory, record_trace
 from .roofline import Roofline
 from .subject import Subject
 from .summary import summary
+from .texts import baseline_lines, comparison_lines
 from .tools import use_ncu, use_nsys
 
 Report = Callable[[str], None]
+_MEASURED = {  # files of rows of this kind
+    BENCH: (parts.BASELINE, parts.BASELINE_TEXT),
+    COMPARE: (parts.COMPARISON, parts.COMPARISON_TEXT),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,9 @@ def profile(subject: Subject, context: Context) -> Facts:
     with on_device(device):
         report("what the device does at best")
         peak = measure_peak(device, subject.workload.dtype)
-        where = {**machine(device), "peak": peak_dict(peak, subject.workload.dtype)}
+        where = machine(device)
+        if peak is not None:
+            where["peak"] = peak_dict(peak, subject.workload.dtype)
         files = [*_write_machine(where, context.folder)]
         timed = _time(subject, peak, context)
         activity, recorded = _record(subject, context)
@@ -62,7 +69,8 @@ def profile(subject: Subject, context: Context) -> Facts:
             torch.cuda.empty_cache()  # the tools' processes need room
         nsys = use_nsys(subject, context.folder, report)
         ncu = use_ncu(subject, context.folder, report)
-    files += [*recorded, PARTS[parts.BASELINE], PARTS[parts.COMPARISON], *nsys.parts, *ncu.parts]
+    files += [*recorded, *nsys.parts, *ncu.parts]
+    files += [PARTS[name] for names in _MEASURED.values() for name in names]
     order = list(PARTS)
     facts = Facts(
         subject,
@@ -120,7 +128,7 @@ def _results(
     return Results(command, where, versions(), commit(), {"repeats": repeats}, rows, details or {})
 
 
-def _time(subject: Subject, peak: Peak, context: Context) -> tuple[Timed, ...]:
+def _time(subject: Subject, peak: Peak | None, context: Context) -> tuple[Timed, ...]:
     """Each pass, and of a rank with a link also without it."""
     works: dict[tuple[str, bool], Any] = {
         (name, True): work for name, work in subject.works().items()
@@ -173,11 +181,8 @@ def _measure(
     subject: Subject, where: Mapping[str, object], context: Context
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Our kernel, and all implementations, on one device."""
-    found = []
-    for names, kind, file in (
-        ([subject.kernel], BENCH, parts.BASELINE),
-        (implementation_names(), COMPARE, parts.COMPARISON),
-    ):
+    found = {}
+    for kind, names in ((BENCH, [subject.kernel]), (COMPARE, implementation_names())):
         rows = measure(
             names,
             subject.workload,
@@ -188,9 +193,12 @@ def _measure(
             report=context.report,
         )
         saved = _results(context.command, where, context.repeats, tuple(rows))
-        saved.save(context.folder / file)
-        found.append(tuple(rows))
-    return found[0], found[1]
+        file, text = (context.folder / name for name in _MEASURED[kind])
+        saved.save(file)
+        lines = baseline_lines(saved) if kind == BENCH else comparison_lines(saved, subject.kernel)
+        text.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        found[kind] = saved.rows
+    return found[BENCH], found[COMPARE]
 
 
 def _write_machine(where: Mapping[str, object], folder: Path) -> tuple[Part, Part]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..results import Row
+from ..verdicts import POOR
 from .activity import Used
 from .counters import Counters
 from .facts import Facts, Timed
-from .findings import find, passes_name, short
+from .findings import find, passes_name, short, verdicts
 
 _KERNELS, _RANGES, _STALLS = 12, 12, 3
 _NONE = "–"
@@ -16,7 +17,17 @@ _NONE = "–"
 
 def summary(facts: Facts) -> str:
     """The whole text."""
-    sections = (_head, _findings, _passes, _kernels, _overlap, _counters, _comparison, _files)
+    sections = (
+        _head,
+        _findings,
+        _verdicts,
+        _passes,
+        _kernels,
+        _overlap,
+        _counters,
+        _comparison,
+        _files,
+    )
     lines = [line for section in (*sections, _notes) for line in section(facts)]
     return "\n".join(lines) + "\n"
 
@@ -51,20 +62,34 @@ def _table(
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
 
 
+def _verdicts(facts: Facts) -> Iterator[str]:
+    found = verdicts(facts)
+    if not found:
+        return
+    yield from ("", "## Verdicts")
+    rows = ([each.what, each.value, each.limits, each.word] for each in found)
+    yield from _table(("what", "measured", "limits", "verdict"), rows, "---")
+    needed = [each for each in found if each.word == POOR and each.advice]
+    yield from ("", *(f"- {each.what}: try {each.advice}." for each in needed))
+
+
 def _passes(facts: Facts) -> Iterator[str]:
     yield from ("", "## Passes and the roofline")
     head = ("pass", "ms", "host ms", "TFLOP/s", "% of matmul", "GB/s", "% of copy")
     more = ("FLOP/byte", "bound by", "least ms", "exposed ms", "MiB")
     yield from _table((*head, *more), map(_pass, facts.timed))
     yield ""
-    roof = facts.main.roofline
+    ridge = facts.main.roofline.ridge
+    if facts.peak is not None and ridge is not None:
+        yield (
+            f"Measured peaks: {facts.peak.tflops:.4g} TFLOP/s (product of large matrices), "
+            f"{facts.peak.gbps:.4g} GB/s (copy, bytes read and written). Above {ridge:.0f} "
+            "FLOP/byte arithmetic is the limit, below it memory; least ms is what the nearer "
+            "limit allows."
+        )
     yield (
-        f"Measured peaks: {facts.peak.tflops:.4g} TFLOP/s (product of large matrices), "
-        f"{facts.peak.gbps:.4g} GB/s (copy, bytes read and written). Above {roof.ridge:.0f} "
-        "FLOP/byte arithmetic is the limit, below it memory. GB/s is the least traffic that there "
-        "can be (inputs read once, results written once) over the time; least ms is what the "
-        "nearer limit allows. Medians of "
-        f"{facts.repeats} rounds."
+        "GB/s is the least traffic that there can be (inputs read once, results written once) over "
+        f"the time. Medians of {facts.repeats} rounds."
     )
 
 
@@ -75,15 +100,19 @@ def _pass(timed: Timed) -> list[str]:
         f"{roof.ms:.3f}",
         f"{timed.host_ms:.3f}",
         f"{roof.tflops:.4g}",
-        f"{100 * roof.compute_share:.1f}",
+        _percent(roof.compute_share),
         f"{roof.gbps:.4g}",
-        f"{100 * roof.bandwidth_share:.1f}",
+        _percent(roof.bandwidth_share),
         f"{roof.intensity:.0f}",
-        roof.bound,
-        f"{roof.least_ms:.3f}",
+        roof.bound or _NONE,
+        _NONE if roof.least_ms is None else f"{roof.least_ms:.3f}",
         _NONE if timed.exposed_ms is None else f"{timed.exposed_ms:.3f}",
         _NONE if timed.peak_bytes is None else f"{timed.peak_bytes / 2**20:.1f}",
     ]
+
+
+def _percent(share: float | None) -> str:
+    return _NONE if share is None else f"{100 * share:.1f}"
 
 
 def _kernels(facts: Facts) -> Iterator[str]:

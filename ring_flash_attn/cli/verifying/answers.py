@@ -50,7 +50,8 @@ class Answer:
         largest: of each, the largest absolute value.
         scales: of each, the largest absolute value of the tensor or of a part that it is the sum
             of. The derivative of a softmax is a difference, P·dP − P·delta, of which less may be
-            left than the rounding of either part; with a single key nothing at all.
+            left than the rounding of either part; with a single key nothing at all. That of a
+            sink is a sum over delta's products.
     """
 
     tensors: dict[str, Tensor]
@@ -123,7 +124,7 @@ def answer(question: Question, device: torch.device, rows: tuple[int, ...] | Non
 def _attend(
     question: Question, inputs: Inputs, dtype: torch.dtype, rows: tuple[int, ...] | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The naive formula in one dtype: out, lse and gradients; and the delta part of dq and dk."""
+    """The naive formula in one dtype: out, lse and gradients; and what dq, dk and dsink sum up."""
     leaves = {n: getattr(inputs, n).to(dtype).requires_grad_() for n in ("q", "k", "v")}
     sink = inputs.sink
     if sink is not None:
@@ -144,6 +145,10 @@ def _attend(
     delta = (out.detach() * grads[0]).sum(-1).transpose(-1, -2)
     part = torch.autograd.grad(lse, [leaves["q"], leaves["k"]], delta)
     parts = dict(zip(("dq", "dk"), part, strict=True))
+    if sink is not None:
+        terms = (out * grads[0]).detach().abs().sum(-1).transpose(-1, -2)
+        weighted = terms * (sink[:, None] - lse).detach().exp()
+        parts["dsink"] = weighted.transpose(-1, -2).flatten(0, -2).sum(0)
     return {"out": out.detach(), "lse": lse.detach(), **named}, parts
 
 

@@ -25,8 +25,7 @@ class Error:
         tensor: out, lse, dq, dk, dv or dsink.
         rank: whose.
         max, mean, rmse: of the absolute difference.
-        relative: largest difference over the largest value of the whole tensor, on all ranks; where
-            that is zero, over the scale of the terms that cancel.
+        relative: largest difference over the size of the whole tensor, on all ranks; see `size_of`.
         plain: largest difference of plain torch in the same dtype, over the whole tensor.
         limit: what `max` may be.
     """
@@ -75,7 +74,26 @@ def accepted_relative(tensor: str, dtype: torch.dtype) -> float | None:
     return ACCEPTED_OUTPUT if is_output(tensor) else ACCEPTED_GRADIENT
 
 
-def limit_of(tensor: str, dtype: torch.dtype, plain: float, scale: float) -> float:
+def _band(dtype: torch.dtype) -> float:
+    """What rounding may cost, in parts of the terms that are rounded."""
+    return ROUNDINGS * torch.finfo(dtype).eps + SUMMATION * torch.finfo(torch.float32).eps
+
+
+def size_of(dtype: torch.dtype, largest_value: float, scale: float) -> float:
+    """What errors of a tensor are relative to: its largest value, as in the original documents.
+
+    Where the terms of a gradient cancel, as they do with a few tokens, less may be left than their
+    rounding. Then it is so much that the rounding band is what is accepted; in fp32 and fp64, for
+    which no relative error was ever set, the scale of the terms if nothing is left.
+    """
+    if dtype in _HALF:
+        return max(largest_value, _band(dtype) / ACCEPTED_GRADIENT * scale)
+    return largest_value if largest_value > _ZERO * scale else scale
+
+
+def limit_of(
+    tensor: str, dtype: torch.dtype, plain: float, largest_value: float, scale: float
+) -> float:
     """The largest error that passes.
 
     Twice the error of plain torch and a rounding band; in half precision never more than what is
@@ -85,14 +103,16 @@ def limit_of(tensor: str, dtype: torch.dtype, plain: float, scale: float) -> flo
         tensor: its name.
         dtype: of the inputs.
         plain: error of plain torch.
+        largest_value: of the whole tensor.
         scale: of the terms that the tensor is the sum of.
     """
     if dtype is torch.float64:
         return FP64_BAND * scale
-    band = ROUNDINGS * torch.finfo(dtype).eps + SUMMATION * torch.finfo(torch.float32).eps
-    limit = FACTOR * plain + band * scale
-    fence = accepted_relative(tensor, dtype)
-    return limit if fence is None else min(limit, fence * scale)
+    limit = FACTOR * plain + _band(dtype) * scale
+    accepted = accepted_relative(tensor, dtype)
+    if accepted is None:
+        return limit
+    return min(limit, accepted * size_of(dtype, largest_value, scale))
 
 
 def compare(
@@ -128,7 +148,7 @@ def compare(
         max=worst,
         mean=float(apart.sum()) / count,
         rmse=float(apart.square().sum() / count) ** 0.5,
-        relative=worst / (largest_value if largest_value > _ZERO * scale else scale or 1.0),
+        relative=worst / (size_of(dtype, largest_value, scale) or 1.0),
         plain=plain,
-        limit=limit_of(tensor, dtype, plain, scale),
+        limit=limit_of(tensor, dtype, plain, largest_value, scale),
     )

@@ -22,8 +22,9 @@ from .measure import (
 
 ALL, NONE = "all", ""  # ranks
 READING = (
-    "Absolute differences from softmax attention in fp64, and the largest over the largest value; "
-    "of each the worst case. accepted: limits of the original documents, for bf16 and fp16."
+    "Absolute differences from softmax attention in fp64, and the largest over the largest value "
+    "(where terms cancel to less than their rounding, over that); of each the worst case. "
+    "accepted: limits of the original documents, for bf16 and fp16."
 )
 COLUMNS = ("tensor", "rank", "max", "mean", "rmse", "relative", "accepted", "")
 
