@@ -16,7 +16,7 @@ help: ## list the targets
 
 demo: $(STAMP) ## draw the zigzag layout, then verify every algorithm on 4 ranks of the CPU
 	$(BIN)/rfa draw zigzag
-	$(BIN)/rfa verify --world-size 4
+	$(BIN)/rfa verify --world-size 4 --device cpu
 
 test: $(STAMP) ## run the tests that need no GPU (PYTEST_ARGS=... adds arguments)
 	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)

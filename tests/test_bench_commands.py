@@ -180,15 +180,50 @@ def test_compare_against_another() -> None:
     names = ("reference", "SDPA math", "--versus", "SDPA math")
     result = rfa("compare", *names, *TINY, "--seqlen", "16", "--no-grad", "--no-errors")
     assert result.exit_code == 0, result.output
-    (line,) = (x for x in result.output.splitlines() if x.strip().startswith("SDPA math"))
+    line, beside = (x for x in result.output.splitlines() if x.strip().startswith("SDPA math"))
     assert "1.00x" in line
+    assert beside.split()[2] == "forward"
+    assert beside.split()[-3:] == ["n/a", "100.0", "n/a"], "GB, speed and memory"
     assert "backward" not in result.output
     assert "error of" not in result.output, "no errors were asked for"
     result = rfa("compare", "SDPA math", *TINY, "--seqlen", "16", "--versus", "auto", "--no-errors")
-    (line,) = (x for x in result.output.splitlines() if x.strip().startswith("reference"))
+    line = next(x for x in result.output.splitlines() if x.strip().startswith("reference"))
     assert "1.00x" in line, "it runs too, by the name that it has"
     result = rfa("compare", "SDPA math", "reference", *TINY, "--seqlen", "16", "--no-errors")
     assert "speed-up: against SDPA math" in result.output
+
+
+def test_a_gate_on_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
+        found = {"SDPA math": 3.0, "reference": 6.0, "torch standard": 1.0}
+        rows = [
+            Row("compare", each, "both", of.to_dict(), {}, (found[each],), 1.0) for each in found
+        ]
+        return [*rows, Row("compare", "fa2", "both", of.to_dict(), failed="cannot: no GPU")]
+
+    def without_baseline(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
+        base = Row("compare", "SDPA math", "both", of.to_dict(), failed="out of memory")
+        return [base, Row("compare", "reference", "both", of.to_dict(), {}, (1.0,), 1.0)]
+
+    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
+    path = tmp_path / "compare.json"
+    beside = ("--versus", "SDPA math", "--device", "cpu")
+    result = rfa("compare", *TINY, *beside, "--gate", "--json", str(path))
+    assert result.exit_code == 1, result.output
+    assert "1 of 2 rows miss it" in result.output, "what did not run is not judged"
+    assert "  reference, both: speed 50.0 %, not > 60 %" in result.output
+    shares = {row.implementation: row.values.get("versus_percent") for row in load(path).rows}
+    assert shares == {"SDPA math": 100, "reference": 50, "torch standard": 300, "fa2": None}
+    settings = load(path).settings
+    assert (settings["versus"], settings["min_speed"]) == ("SDPA math", 0.6)
+    assert rfa("compare", *TINY, *beside, "--min-speed", "0.4").exit_code == 0
+    named = rfa("compare", "reference", "fa2", *TINY, *beside, "--min-speed", "0.4")
+    assert named.exit_code == 1, named.output
+    assert "fa2, both: it failed" in named.output, "it was asked for"
+    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", without_baseline)
+    failed = rfa("compare", *TINY, *beside, "--gate")
+    assert failed.exit_code == 1, failed.output
+    assert "reference, both: the baseline failed" in failed.output
 
 
 @pytest.mark.parametrize("command", ["bench", "compare"])
@@ -220,6 +255,9 @@ def test_wrong_options_are_refused(command: str, options: tuple[str, ...], words
         (("bench", "--kernel", "fa2", "--device", "cpu"), "NVIDIA GPU"),
         (("compare", "nobody"), "nobody"),
         (("compare", "--versus", "nobody"), "nobody"),
+        (("compare", "--gate", "--device", "cpu"), "--gate: say against what with --versus"),
+        (("compare", "--versus", "fa2", "--gate", "--device", "cpu"), "NVIDIA GPU"),
+        (("compare", "reference", "--versus", "reference", "--gate"), "nothing else is named"),
     ],
 )
 def test_who_is_not_there_is_refused(arguments: tuple[str, ...], words: str) -> None:

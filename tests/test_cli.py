@@ -249,7 +249,8 @@ def test_the_expected_seed_is_the_one_that_the_library_draws() -> None:
 
 
 def test_virtual_ranks_pass() -> None:
-    result = rfa("verify", "zigzag_ring_flash_attn_func", "flash_attn_varlen_func", "--virtual")
+    names = ("zigzag_ring_flash_attn_func", "flash_attn_varlen_func")
+    result = rfa("verify", *names, "--virtual", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "zigzag × ring × reference" in result.output
     assert "fail" not in result.output
@@ -287,7 +288,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_wrong_kernel_is_found_and_its_tensor_named(broken: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     arguments = ("ring_attention", "--virtual", "--kernel", broken, "--layout", "zigzag")
-    choice = ("--route", "ring", "--feature", "causal", "--dtype", "float64")
+    choice = ("--route", "ring", "--feature", "causal", "--dtype", "float64", "--device", "cpu")
     result = rfa("verify", *arguments, *choice, "--json", str(report))
     assert result.exit_code == 1
     assert "dv on rank 0: largest error" in result.output
@@ -298,14 +299,81 @@ def test_a_wrong_kernel_is_found_and_its_tensor_named(broken: str, tmp_path: Pat
         assert {tensor for tensor, error in row.errors.items() if not error["passed"]} == {"dv"}
 
 
+def test_kernels_and_ranks_are_compared(broken: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    names = ("zigzag_ring_flash_attn_func", "flash_attn_func", "--kernel", broken)
+    where = ("--virtual", "--world-size", "2", "--device", "cpu", "--dtype", "float32")
+    options = ("--feature", "causal", "--feature", "sink", "--report", "--json", str(path))
+    result = rfa("verify", *names, "--versus", "reference", *where, *options)
+    assert result.exit_code == 0, result.output
+    for title in ("one device on 2 ranks", "reference on one device", "reference on 2 ranks"):
+        assert f"Difference from {title}" in result.output
+    for case in load(path).details["verify"]["cases"]:
+        if case["status"] == "cannot":
+            continue
+        spread, wrong = bool(case["layout"]), case["kernel"] == broken
+        expected = ({"one device"} if spread else set()) | ({"reference"} if wrong else set())
+        assert set(case["differences"]) == expected
+        for versus, errors in case["differences"].items():
+            assert {each["tensor"] for each in errors} == {"out", "lse", "dq", "dk", "dv"}
+            worst = max(errors, key=lambda each: each["relative"])
+            assert worst["relative"] < 2e-6
+            if versus == "reference":
+                assert worst["tensor"] == "dv"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--versus", "reference"), "only --report and --markdown"),
+        (("--versus", "reference", "--kernel", "reference", "--report"), "no other --kernel"),
+        (("--versus", "abacus", "--report"), "abacus"),
+    ],
+)
+def test_a_comparison_with_nothing_is_refused(options: tuple[str, ...], words: str) -> None:
+    result = rfa("verify", "ring_flash_attn_func", "--device", "cpu", *options)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
 def test_what_a_kernel_cannot_do_is_neither_right_nor_wrong(broken: str) -> None:
-    arguments = ("ring_flash_attn_func", "--virtual", "--kernel", broken, "--feature", "sink")
-    alone = rfa("verify", *arguments)
-    assert alone.exit_code == 1  # nothing was verified
-    assert "no sinks here" in alone.output
-    assert "1 cannot" in alone.output
-    beside = rfa("verify", *arguments, "--kernel", "reference")
-    assert beside.exit_code == 0, beside.output
+    features = ("--feature", "sink", "--feature", "full")
+    arguments = ("ring_flash_attn_func", "--virtual", "--device", "cpu", "--kernel", "reference")
+    result = rfa("verify", *arguments, "--kernel", broken, *features, "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+    assert "no sinks here" in result.output
+    assert "4 cases: 3 pass, 1 cannot" in result.output
+
+
+def test_a_kernel_that_can_do_nothing_is_refused_before_the_start(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ring_flash_attn.cli.verify.check_all", pytest.fail)
+    arguments = ("verify", "ring_flash_attn_func", "--device", "cpu", "--kernel", "reference")
+    for wrong, words in (
+        (("--kernel", broken, "--feature", "sink"), ("kernel 'broken' can", "no sinks here")),
+        (("--kernel", "triton", "--kernel", "native"), ("kernel 'triton' can", "TRITON_INTERPRET")),
+        (("--kernel", "triton", "--kernel", "native"), ("kernel 'native' can", "fa2: it needs an")),
+        (("native_ring_flash_attn_func",), ("native_ring_flash_attn_func can do nothing",)),
+    ):
+        result = rfa(*arguments, *wrong)
+        assert result.exit_code == 2, result.output
+        for each in words:
+            assert each in result.output
+        assert "'reference'" not in result.output, "it can"
+
+
+def test_verify_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "ring_flash_attn.cli.verify"
+    asked = []
+    monkeypatch.setattr(f"{module}.find_device", lambda device, what: torch.device("cuda", 0))
+    monkeypatch.setattr(f"{module}.check_kernels", lambda cases, choice: asked.append(choice))
+    monkeypatch.setattr(f"{module}.check_all", lambda cases, choice, *_: iter(()))
+    assert rfa("verify", "ring_flash_attn_func", "--virtual").exit_code == 1, "nothing was checked"
+    assert asked[0].device == "cuda"
+    result = rfa("verify", "--device", "cuda:1")
+    assert result.exit_code == 2
+    assert "ranks take GPUs in turn" in result.output
 
 
 def test_two_processes_report_everything_as_json(tmp_path: Path) -> None:
@@ -313,7 +381,7 @@ def test_two_processes_report_everything_as_json(tmp_path: Path) -> None:
     names = ("stripe_flash_attn_varlen_kvpacked_func", "ring_flash_attn_func")
     features = ("--feature", "causal", "--feature", "sink", "--feature", "dropout")
     size = ("--world-size", "2", "--seqlen", "21", "--seed", "7", "--dtype", "float64")
-    result = rfa("verify", *names, *features, *size, "--json", str(report))
+    result = rfa("verify", *names, *features, *size, "--device", "cpu", "--json", str(report))
     assert result.exit_code == 0, result.output
     written = load(report)
     assert (written.machine["kind"], written.versions["torch"]) == ("cpu", torch.__version__)
@@ -373,7 +441,8 @@ def crashes_in_full(rank: int, world_size: int, cases: Any, device: str) -> Iter
 def test_after_a_crash_the_rest_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checker, "check_on_rank", crashes_in_full)
     features = ("--feature", "causal", "--feature", "full", "--feature", "softcap")
-    result = rfa("verify", "ring_flash_attn_func", "--world-size", "2", *features)
+    where = ("--world-size", "2", "--device", "cpu")
+    result = rfa("verify", "ring_flash_attn_func", *where, *features)
     assert result.exit_code == 1
     assert "a mistake on rank 1" in result.output
     assert "5 cases: 1 error, 4 pass" in result.output  # causal in three dtypes
@@ -385,9 +454,11 @@ def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    result = rfa("verify", "zigzag_ring_flash_attn_func", "--feature", "causal")
+    options = ("--feature", "causal", "--device", "cpu", "--report")
+    result = rfa("verify", "zigzag_ring_flash_attn_func", *options)
     assert result.exit_code == 0, result.output
     assert "3 pass" in result.output
+    assert "Difference from one device on 1 rank" in result.output
 
 
 def test_without_typer_rfa_says_how_to_get_it() -> None:

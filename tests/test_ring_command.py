@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import statistics
-from collections.abc import Callable, Iterator
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,12 @@ from ring_flash_attn.bench.rings.arguments import Place
 from ring_flash_attn.bench.rings.calls import on_one_device
 from ring_flash_attn.bench.rings.calls import on_rank as call_on_rank
 from ring_flash_attn.bench.rings.meeting import DONE, Meeting
+from ring_flash_attn.bench.versus import Limits, beside, misses
 from ring_flash_attn.cli.ring import ring
 from ring_flash_attn.cli.ringing import way
 from ring_flash_attn.cli.ringing.choices import Asked, choose_targets
 from ring_flash_attn.generate import FAMILIES
+from ring_flash_attn.kernels import base, reference
 from ring_flash_attn.plan import make_plan
 
 app = typer.Typer()
@@ -68,7 +73,8 @@ def asked(**changes: Any) -> Asked:
     names = ("names", "layouts", "routes")
     sizes = ("seqlen", "cu_seqlens", "nheads", "nheads_k", "headdim", "dtype", "heads_k_stride")
     empty = {**dict.fromkeys(names, ()), **dict.fromkeys(sizes)}
-    return Asked(**{**empty, "batch": 1, "causal": True, "kernel": "auto", **changes})
+    given = {"batch": 1, "causal": True, "kernels": ("auto",), "versus": "", **changes}
+    return Asked(**{**empty, **given})
 
 
 def chosen(**changes: Any) -> list[Target]:
@@ -256,12 +262,17 @@ def test_the_backend_that_is_used() -> None:
     assert replace(both, backend=None).used_backend is None
 
 
-def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def start_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is its only rank."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
+
+
+def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_torchrun(monkeypatch)
     common = ("zigzag_ring_flash_attn_func", *SHAPE, "--device", "cpu", "--repeats", "1")
     result = rfa(*common)
     assert result.exit_code == 0, result.output
@@ -297,6 +308,12 @@ def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> 
         (("stripe_*", "--route", "all_gather"), "no function has layout any and route all_gather"),
         (("--kernel", "abacus"), "abacus"),
         (("--kernel", "triton"), "needs a GPU"),
+        (("--kernel", "reference", "--kernel", "native"), "kernel 'native' can do nothing of this"),
+        (("--versus", "abacus"), "abacus"),
+        (("--gate",), "--gate: say against what with --versus"),
+        (("--min-speed", "0.5"), "--min-speed 0.5: say against what"),
+        (("--versus", "reference", "--max-memory", "2"), "memory is not measured on the CPU"),
+        (("--versus", "reference", "--gate"), "every --kernel is the same one"),
         (("triton_ring_flash_attn_func", "--kernel", "reference"), "always uses triton"),
         (("--dtype", "int8"), "int8"),
         (("--cu-seqlens", "0,x"), "0,x"),
@@ -328,6 +345,138 @@ def test_help_has_examples() -> None:
     assert "rfa ring zigzag_ring_flash_attn_func 'stripe_*'" in output
 
 
+# Several kernels.
+
+
+class _Slow:
+    """The reference kernel, and 20 ms."""
+
+    name = "slow"
+
+    def why_not(self, call: base.Call) -> list[str]:
+        return []
+
+    def forward(self, *args: Any) -> None:
+        time.sleep(0.02)
+        reference.KERNEL.forward(*args)
+
+    def backward(self, *args: Any) -> None:
+        reference.KERNEL.backward(*args)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    module = types.ModuleType("slow_kernel")
+    module.KERNEL = _Slow()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "slow_kernel", module)
+    monkeypatch.setattr(base, "_ENTRIES", dict(base._ENTRIES))
+    monkeypatch.setattr(base, "_registered", [])
+    base.register_kernel("slow", "slow_kernel")
+    yield "slow"
+    base.load_kernel.cache_clear()
+
+
+def check_kernels(rows: Sequence[Row], output: str) -> None:
+    """`slow` beside `reference`: what is written follows from the times, and is printed."""
+    (fast,), (late,) = ([r for r in rows if r.implementation == k] for k in ("reference", "slow"))
+    assert fast.ms is not None
+    assert late.ms is not None
+    theory = fast.values["theoretic_ms"]
+    assert fast.values["versus_percent"] == 100
+    assert late.values["versus_percent"] == 100 * fast.ms / late.ms < 60
+    assert late.values["versus_theory_percent"] == 100 * theory / late.ms
+    assert late.values["efficiency_percent"] != late.values["versus_theory_percent"]
+    lines = [line.split() for line in output.split("versus reference")[1].splitlines()]
+    cells = {
+        tuple(line[1:-6]): line for line in lines if line[:1] == ["zigzag_ring_flash_attn_func"]
+    }
+    assert any(line[-2:] == ["forward", f"{1e3 / theory:.2f}"] for line in lines)
+    shown = cells["zigzag", "×", "ring", "×", "slow", "forward"]
+    seconds = f"{sum(late.samples_ms) / 1e3:.4f}"
+    shares = [f"{late.values[f'versus{name}_percent']:.1f}" for name in ("_theory", "")]
+    assert shown[-6:] == [f"{1e3 / late.ms:.2f}", seconds, "n/a", *shares, "n/a"]
+
+
+KERNELS = ("zigzag_ring_flash_attn_func", "--kernel", "reference", "--kernel", "slow", "--no-grad")
+
+
+def test_kernels_beside_each_other_by_replay(slow: str, tmp_path: Path) -> None:
+    file = tmp_path / "ring.json"
+    result = rfa(*KERNELS, *HERE, "--replay", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    check_kernels(load(file).rows, result.output)
+    assert load(file).settings == {"repeats": 2, "versus": "reference"}
+    assert "one after the other" in result.output
+
+
+def test_kernels_beside_each_other_on_ranks(
+    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_torchrun(monkeypatch)
+    file = tmp_path / "ring.json"
+    options = (*SHAPE, "--repeats", "2", "--device", "cpu", "--json", str(file))
+    result = rfa(*KERNELS, *options, "--gate")
+    assert result.exit_code == 1, result.output
+    rows = load(file).rows
+    assert "1 of 1 rows miss it" in result.output
+    assert (
+        f"slow, forward: speed {rows[1].values['versus_percent']:.1f} %, not > 60 %"
+        in result.output
+    )
+    assert load(file).settings["min_speed"] == 0.6
+    result = rfa(*KERNELS, *options, "--min-speed", "0")
+    assert result.exit_code == 0, result.output
+    assert "memory is not measured on the CPU: all 1 rows pass" in result.output
+    check_kernels(load(file).rows, result.output.replace(" pass ", ""))
+
+
+def test_a_function_whose_kernel_cannot_run_is_refused() -> None:
+    names = ("triton_ring_flash_attn_func", "ring_flash_attn_func")
+    with pytest.raises(NotImplementedError, match="triton_ring_flash_attn_func can do nothing"):
+        chosen(names=names, versus="reference")
+
+
+def test_a_function_that_fixes_its_kernel_is_compared_with_its_twin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(base, "why_not", lambda name, call: [])
+    ranks = way.find_way(2, "cpu", None, False, None, None)
+    names = ("triton_ring_flash_attn_func",)
+    found = choose_targets(asked(names=names, versus="reference"), ranks)
+    twin, own = (each.name for each in found.targets)
+    assert (twin, own) == ("ring_flash_attn_func (reference)", f"{names[0]} (triton)")
+    assert found.baselines == {twin: twin, own: twin}
+
+
+def test_the_same_kernel_by_two_names_is_timed_once() -> None:
+    (found,) = chosen(names=("ring_flash_attn_func",), kernels=("auto", "reference"), versus="auto")
+    assert found.scenario.kernel == "reference"
+
+
+def row(kernel: str, ms: float, peak: int | None, **values: float) -> Row:
+    return Row("ring", kernel, BOTH, {}, {}, (ms,), 1.0, peak, values)
+
+
+def test_gates_are_of_speed_and_memory() -> None:
+    native, limits = row("fa2", 6.0, 100, theoretic_ms=3.0), Limits()
+    for ms, peak, expected in (
+        (9.9, 119, []),
+        (10.0, 119, ["speed 60.0 %, not > 60 %"]),
+        (2.0, 120, ["memory 120.0 %, not < 120 %"]),
+        (12.0, 300, ["speed 50.0 %, not > 60 %", "memory 300.0 %, not < 120 %"]),
+        (2.0, None, ["memory was not measured"]),
+    ):
+        found = beside(row("triton", ms, peak), native)
+        assert found.values["versus_theory_percent"] == 300 / ms
+        assert list(misses(found, limits)) == expected
+    failed = Row("ring", "fa2", BOTH, {}, failed="out of memory")
+    assert list(misses(beside(failed, native), limits)) == ["it failed"]
+    assert list(misses(beside(native, failed), limits)) == ["the baseline failed"]
+    nothing = row("fa2", 6.0, 0)
+    assert beside(nothing, nothing).values["versus_memory_percent"] == 100
+    assert beside(native, nothing).values["versus_memory_percent"] == float("inf")
+
+
 # Ranks that fail.
 
 Body = Iterator[Any]
@@ -353,7 +502,7 @@ def test_a_function_without_memory_gets_a_row_that_says_so(
     monkeypatch.setattr(measure, "measure_on_rank", too_large)
     result = rfa(*NAMES, *HERE, "--no-grad", "--json", str(tmp_path / "ring.json"))
     assert result.exit_code == 0, result.output
-    assert "failed stripe_flash_attn_func\n  out of memory" in result.output
+    assert "failed stripe_flash_attn_func (reference)\n  out of memory" in result.output
     failed = [row.failed for row in load(tmp_path / "ring.json").rows]
     assert failed == [None, None, "out of memory"]  # in the order of the API
 
@@ -372,7 +521,8 @@ def test_after_a_rank_has_died_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch)
     result = rfa(*NAMES, *HERE, "--no-grad")
     assert result.exit_code == 0, result.output
     assert "rank 1: the process died without a word" in result.output
-    assert sum("reference" in line and "failed" in line for line in result.output.splitlines()) == 1
+    lines = result.output.splitlines()
+    assert sum("× reference" in line and "failed" in line for line in lines) == 1
 
 
 def dies_in_a_round(rank: int, world_size: int, targets: Any, *args: Any) -> Body:

@@ -104,9 +104,13 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     files = ("--markdown", str(folder / "report.md"), "--json", str(folder / "report.json"))
     names = ("flash_attn_qkvpacked_func", "zigzag_ring_flash_attn_varlen_func")
     options = ("--virtual", "--world-size", "2", "--dtype", "float16", "--report", "-v")
+    options = (*options, "--device", "cpu")
     result = CliRunner().invoke(app, ["verify", *names, *options, *files], env={"COLUMNS": "180"})
     assert result.exit_code == 0, result.output
     return result.output, folder
+
+
+LINE = r"\| `(\w+)` \| [^|]+ \| fp16 \| \d+ \| (\w+) \| (\d*) \| ([^ ]+) "
 
 
 def test_the_command_prints_and_writes_the_same_numbers(command: tuple[str, Path]) -> None:
@@ -117,9 +121,8 @@ def test_the_command_prints_and_writes_the_same_numbers(command: tuple[str, Path
         for tensor, each in row.errors.items():
             key = row.placement["function"], tensor, str(row.placement["rank"])
             worst[key] = max(worst.get(key, 0.0), each["max"])
-    text = (folder / "report.md").read_text()
-    pattern = r"\| `(\w+)` \| [^|]+ \| fp16 \| \d+ \| (\w+) \| (\d*) \| ([^ ]+) "
-    lines = re.findall(pattern, text)
+    text = (folder / "report.md").read_text().split("## Difference")[0]
+    lines = re.findall(LINE, text)
     assert {(name, tensor, rank or "0") for name, tensor, rank, _ in lines} == set(worst)
     for name, tensor, rank, largest in lines:
         assert f"{worst[name, tensor, rank or '0']:.2e}" == largest
@@ -127,6 +130,27 @@ def test_the_command_prints_and_writes_the_same_numbers(command: tuple[str, Path
     assert "Precision on one device" in output
     assert "Precision on 2 ranks" in output
     assert "above" not in output
+
+
+def test_ranks_are_compared_with_one_device(command: tuple[str, Path]) -> None:
+    output, folder = command
+    cases = load(folder / "report.json").details["verify"]["cases"]
+    worst: dict[tuple[str, ...], float] = {}
+    for case in cases:
+        spread = bool(case["layout"])
+        assert set(case["differences"]) == ({"one device"} if spread else set())
+        for each in case["differences"].get("one device", ()):
+            key = case["function"], each["tensor"], str(each["rank"])
+            worst[key] = max(worst.get(key, 0.0), each["max"])
+            assert each["mean"] <= each["rmse"] <= each["max"] <= each["limit"]
+    assert max(worst.values()) > 0, "sums in another order"
+    assert {tensor for _, tensor, _ in worst} == {"out", "lse", "dq", "dk", "dv"}
+    assert {rank for *_, rank in worst} == {"0", "1"}
+    text = (folder / "report.md").read_text().split("## Difference from one device on 2 ranks")[1]
+    assert {(n, t, r): f for n, t, r, f in re.findall(LINE, text)} == {
+        key: f"{largest:.2e}" for key, largest in worst.items()
+    }
+    assert "Difference from one device on 2 ranks" in output
 
 
 def test_files_from_before_have_the_same_rows(command: tuple[str, Path], tmp_path: Path) -> None:

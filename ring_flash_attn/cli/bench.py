@@ -171,6 +171,8 @@ def _cells(row: Row, dtype: torch.dtype, device: str, peak: Peak | None) -> list
     work = row.tflops * row.ms
     cells = [*(f"{each:.3f}" for each in times), *(f"{work / each:.4g}" for each in times[:2])]
     if peak is not None:
+        from ..bench.verdicts import rate_verdict
+
         verdict = rate_verdict(row.passes, row.tflops, device, dtype, peak)
         cells += [f"{100 * row.tflops / peak.tflops:.1f}", verdict.word]
     return [*cells, mib(row.peak_bytes)]

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from ..bench.names import implementation_names
 from ..bench.results import COMPARE, FORWARD, Row, check_output
+from ..bench.versus import Limits, beside
+from ..kernels.base import NATIVE
 from .measuring import (
     ON_CPU,
     Device,
@@ -28,6 +30,7 @@ from .measuring import (
     write,
 )
 from .screen import screen
+from .versus import Gate, MaxMemory, MinSpeed, compared, find_limits, print_versus
 from .workloads import (
     Batch,
     Causal,
@@ -43,6 +46,9 @@ from .workloads import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..bench.peers import Implementation
     from ..bench.workload import Workload
 
 _BASE = "torch standard"
@@ -64,8 +70,14 @@ def compare(
     preset: Preset = None,
     versus: Annotated[
         str | None,
-        typer.Option(help=f"Whose time speed-ups are against; {_BASE}, else the first that ran."),
+        typer.Option(
+            help="Whose time speed-ups are against; native if you name it, "
+            f"else {_BASE}, else the first that ran."
+        ),
     ] = None,
+    gate: Gate = False,
+    min_speed: MinSpeed = None,
+    max_memory: MaxMemory = None,
     errors: Annotated[
         bool, typer.Option("--errors/--no-errors", help="Compare results with fp64.")
     ] = True,
@@ -78,12 +90,14 @@ def compare(
     """Compare implementations on one device, in interleaved rounds of one run.
 
     What is not installed, or cannot do it, is listed with the reason; one that fails gets a row
-    that says so, and the rest go on.
+    that says so, and the rest go on. With --gate, those that you name (or all that ran) have to be
+    within --min-speed and --max-memory of --versus.
 
     \b
     rfa compare --preset llama3-8b
     rfa compare triton fa2 "SDPA cuDNN" --seqlen 1024,4096 --causal --versus "SDPA cuDNN"
     rfa compare --batch 4 --seqlen 2048 --no-grad --json compare.json
+    rfa compare triton native --preset 8k --gate
     """
     from ..bench.machine import device_name, find_device, measure_peak
     from ..bench.measure import check_graphs, find_all, measure
@@ -96,22 +110,26 @@ def compare(
         where = find_device(device, "a comparison")
         check_graphs(graphs, where)
         workloads = make_workloads(preset, numbers, causal, window, dtype)
+        versus = versus or (NATIVE if NATIVE in (names or ()) else None)
+        limits = find_limits(gate, min_speed, max_memory, versus or "", where)
         asked = [*(names or implementation_names()), *([versus] if versus else [])]
         for each in workloads:
-            find_all(asked, each, where)
+            found = find_all(asked, each, where)
+            if limits is not None and versus is not None:
+                _check_gate(found, find_implementation(versus, each, where), each, where)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
     console, rounds = screen(), repeats_on(where, repeats)
     grad = not without_gradients(preset, no_grad)
     rows: list[Row] = []
-    peak = None
+    peak, passed = None, True
     console.print(f"On {device_name(where)}, {rounds} rounds.", markup=False)
     try:
         with running(console, "compare", len(workloads)) as (say, advance):
             say("what the device does at best")
             peak = (measure_peak(where, workloads[0].dtype), workloads[0].dtype)
             for each in workloads:
-                found = measure(
+                measured = measure(
                     asked,
                     each,
                     where,
@@ -123,16 +141,48 @@ def compare(
                     report=say,
                 )
                 base = find_implementation(versus, each, where).name if versus else None
-                show(console, each, found, base)
-                rows += found
+                if base is not None:
+                    measured = _beside(measured, base)
+                show(console, each, measured, base)
+                if base is not None:
+                    ran = [r for r in measured if r.failed is None or r.implementation == base]
+                    passed &= _gated(console, measured if names else ran, base, limits)
+                rows += measured
                 advance()
     finally:  # what is there is written, even if the user has had enough
         if rows:
-            settings = {"repeats": rounds, "graphs": graphs}
+            settings = {"repeats": rounds, "graphs": graphs, **compared(versus, limits)}
             write(console, make_results(rows, where, settings, peak), json_file)
     if where.type == "cpu":
         console.print(ON_CPU)
-    raise typer.Exit(int(all(row.failed is not None for row in rows)))
+    raise typer.Exit(int(not passed or all(row.failed is not None for row in rows)))
+
+
+def _check_gate(
+    found: Sequence[Implementation], base: Implementation, workload: Workload, device: torch.device
+) -> None:
+    """ValueError if there is nothing to compare, or nothing to compare with."""
+    reasons = base.why_not(workload, device)
+    if reasons:
+        raise ValueError(f"--versus {base.name}: it cannot do this here: {'; '.join(reasons)}")
+    if all(each.name == base.name for each in found):
+        raise ValueError(f"--versus {base.name}: nothing else is named to compare with it")
+
+
+def _beside(rows: Sequence[Row], versus: str) -> list[Row]:
+    bases = {row.passes: row for row in rows if row.implementation == versus}
+    return [beside(row, bases[row.passes]) for row in rows]
+
+
+def _gated(console: Console, rows: Sequence[Row], versus: str, limits: Limits | None) -> bool:
+    """The table of kernels beside the baseline; whether the gate lets all of them through."""
+    groups = [
+        (base, [row for row in rows if row.passes == base.passes and row is not base])
+        for base in rows
+        if base.implementation == versus
+    ]
+    labels = {"implementation": lambda row: row.implementation}
+    return print_versus(console, groups, versus, labels, limits)
 
 
 def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str | None) -> None:

@@ -15,6 +15,7 @@ from ..layout import layout_names
 from ..plan import route_names
 from .measuring import write
 from .screen import screen
+from .versus import Gate, MaxMemory, MinSpeed, Versus, find_limits, find_versus
 
 del _routes
 
@@ -64,8 +65,13 @@ def ring(
         int | None, typer.Option(min=1, help="KV heads that are gathered together; all.")
     ] = None,
     kernel: Annotated[
-        str, typer.Option(help=f"One of {', '.join((AUTO, NATIVE, *kernel_names()))}.")
-    ] = AUTO,
+        list[str] | None,
+        typer.Option(help=f"Each of these: {', '.join((AUTO, NATIVE, *kernel_names()))}."),
+    ] = None,
+    versus: Versus = None,
+    gate: Gate = False,
+    min_speed: MinSpeed = None,
+    max_memory: MaxMemory = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of the medians.")] = 9,
     no_grad: Annotated[bool, typer.Option("--no-grad", help="Forward only.")] = False,
     device: Annotated[
@@ -93,13 +99,15 @@ def ring(
 
     Under torchrun the ranks are those that it started. Otherwise there are new ones: on GPUs if
     there are as many, else on the CPU. With fewer GPUs than ranks, or with --link, one device
-    replays three ranks: the first, the last and the one with most pairs.
+    replays three ranks: the first, the last and the one with most pairs. Several kernels are
+    compared with one of them; --gate makes that an exit code.
 
     \b
     rfa ring --world-size 8
     rfa ring zigzag_ring_flash_attn_func 'stripe_*' --seqlen 16384 --no-grad
     rfa ring --world-size 8 --link nvlink4 --json ring.json
     rfa ring llama3_flash_attn_varlen_func --cu-seqlens 0,3104,8192
+    rfa ring --kernel triton --kernel native --gate --min-speed 0.6 --max-memory 1.2
     torchrun --nproc_per_node 8 -m ring_flash_attn.cli ring --repeats 20
     """
     from ..comm import launch
@@ -108,6 +116,7 @@ def ring(
     from .ringing.tables import print_findings
     from .ringing.way import find_way
 
+    kernels, baseline = find_versus(kernel or [AUTO], versus)
     asked = Asked(
         names=tuple(names or ()),
         layouts=tuple(layout or ()),
@@ -121,23 +130,28 @@ def ring(
         dtype=dtype,
         causal=causal,
         heads_k_stride=heads_k_stride,
-        kernel=kernel,
+        kernels=kernels,
+        versus=baseline,
     )
     ranks = launch.torchrun_rank()
     speaks = ranks is None or ranks[0] == 0
     try:
         check_output(json_file if speaks else None)
         way = find_way(world_size, device, backend, replay, link, timeout)
+        limits = find_limits(gate, min_speed, max_memory, baseline, way.device)
         chosen = choose_targets(asked, way)
+        if limits is not None and all(name == base for name, base in chosen.baselines.items()):
+            raise ValueError(f"--versus {baseline}: every --kernel is the same one here")
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
     console = screen(quiet=not speaks)
     try:
-        found = run(chosen, way, repeats, not no_grad, console)
+        found = run(chosen, way, repeats, not no_grad, limits, console)
     except launch.RanksFailed as failure:
         console.print(f"nothing could be timed: {failure}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    print_findings(console, found)
+    passed = print_findings(console, found)
     if speaks:
         write(console, found.results(), json_file)
-    raise typer.Exit(int(all(finding.failed for finding in found.findings)))
+    failed = all(finding.failed for finding in found.findings)
+    raise typer.Exit(int(failed or not passed))

@@ -17,9 +17,11 @@ from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
 from .groups import check_backend, check_no_group, check_timeout, check_world_size
+from .measuring import Device
 from .screen import screen
 from .verifying.cut import cut_names
 from .verifying.questions import FEATURES, Size
+from .versus import Versus, find_versus
 
 if TYPE_CHECKING:
     from .verifying.cases import Case, Choice
@@ -57,7 +59,8 @@ def verify(
     feature: Annotated[
         list[str] | None, typer.Option(help=f"Only these: {', '.join(FEATURES)}.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    versus: Versus = None,
+    device: Device = None,
     backend: Annotated[
         str | None, typer.Option(help="gloo or nccl; by default nccl where each rank has a GPU.")
     ] = None,
@@ -76,7 +79,9 @@ def verify(
     report: Annotated[
         bool,
         typer.Option(
-            "--report", help="Errors of each function and tensor beside the accepted ones."
+            "--report",
+            help="Errors of each function and tensor beside the accepted ones; differences from "
+            "one device, and of kernels.",
         ),
     ] = False,
     markdown: Annotated[
@@ -94,18 +99,28 @@ def verify(
     Shards are cut without the library's help, and the tolerance is measured: at most twice the
     error of plain torch in the same dtype, plus rounding. Functions on one device are checked on
     each rank. Under torchrun the ranks are those that it started. Exit code 1 if anything fails.
+    A kernel that can do none of it is refused at once.
 
     \b
     rfa verify --world-size 4
     rfa verify 'flash_attn_*' --dtype bfloat16 --report
     rfa verify 'zigzag_*' --world-size 8 --report -v --markdown precision.md
     rfa verify ring_attention --layout stripe --feature window -vv
-    torchrun --nproc_per_node 8 -m ring_flash_attn.cli verify --device cuda
+    rfa verify --kernel triton --kernel native --report
+    torchrun --nproc_per_node 8 -m ring_flash_attn.cli verify --kernel triton --kernel native
     """
     from ..comm import launch
     from .verifying.cases import Choice, make_cases
+    from .verifying.checker import check_kernels
     from .verifying.files import make_results, write_markdown
-    from .verifying.precision import READING, by_place, precision_lines, precision_table
+    from .verifying.precision import (
+        READING,
+        READING_DIFFERENCES,
+        by_place,
+        difference_lines,
+        precision_lines,
+        precision_table,
+    )
     from .verifying.report import exit_code, print_report
 
     ranks = None if virtual else launch.torchrun_rank()
@@ -113,29 +128,37 @@ def verify(
         size, patience = _ranks(virtual, world_size, backend, timeout)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    choice = Choice(
-        names=tuple(names or ()),
-        layouts=tuple(layout or ()),
-        routes=tuple(route or ()),
-        kernels=tuple(kernel or (AUTO,)),
-        dtypes=tuple(dtype or ()),
-        features=tuple(feature or ()),
-        world_size=size,
-        device=device,
-        virtual=virtual,
-        seed=seed,
-        size=Size(batch, seqlen, nheads, nheads_k, headdim),
-    )
     speaks = ranks is None or ranks[0] == 0
     try:
         for path in (json_file, markdown) if speaks else ():
             check_output(path)
+        compares = report or markdown is not None
+        if versus is not None and not compares:
+            raise ValueError(f"--versus {versus}: only --report and --markdown compare kernels")
+        kernels, baseline = find_versus(kernel or [AUTO], versus)
+        choice = Choice(
+            names=tuple(names or ()),
+            layouts=tuple(layout or ()),
+            routes=tuple(route or ()),
+            kernels=kernels,
+            dtypes=tuple(dtype or ()),
+            features=tuple(feature or ()),
+            world_size=size,
+            device=_device(device),
+            virtual=virtual,
+            seed=seed,
+            size=Size(batch, seqlen, nheads, nheads_k, headdim),
+            report=compares,
+            versus=baseline if compares else "",
+        )
         _check(choice)
-        group = "" if virtual else check_backend(backend, device, size)
+        group = "" if virtual else check_backend(backend, choice.device, size)
         cases = make_cases(choice)
         if not cases:
             raise ValueError("no function goes with these of --layout, --route and --feature")
-    except ValueError as error:
+        _check_versus(cases, versus)
+        check_kernels(cases, choice)
+    except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
     console = screen(quiet=not speaks)
     start = time.perf_counter()
@@ -146,6 +169,11 @@ def verify(
         for title, lines in by_place(precision_lines(results, choice.world_size, verbose > 0)):
             console.print(precision_table(title, lines))
         console.print(READING, markup=False)
+        differences = list(difference_lines(results, choice.world_size, verbose > 0))
+        for title, lines in differences:
+            console.print(precision_table(title, lines))
+        if differences:
+            console.print(READING_DIFFERENCES, markup=False)
     if markdown is not None and speaks:
         write_markdown(markdown, results, choice, seconds, verbose > 0)
     if json_file is not None and speaks:
@@ -166,19 +194,30 @@ def _ranks(
     return check_world_size(world_size, _RANKS), check_timeout(timeout, _TIMEOUT)
 
 
+def _device(given: str | None) -> str:
+    """cpu or cuda; ValueError for what there is not."""
+    if given is not None and ":" in given:
+        raise ValueError(f"--device {given}: ranks take GPUs in turn; say cuda")
+    from ..bench.machine import find_device
+
+    return find_device(given, "verify").type
+
+
+def _check_versus(cases: Sequence[Case], versus: str | None) -> None:
+    """ValueError if no function can be compared with the kernel that the user named."""
+    if versus is None or not cases:
+        return
+    if all(case.kernel == versus for case in cases):
+        raise ValueError(f"--versus {versus}: no other --kernel is compared with it")
+    if all(case.kernel != versus for case in cases):
+        raise ValueError(f"--versus {versus}: the functions' own names say their kernel")
+
+
 def _check(choice: Choice) -> None:
     """ValueError for what there is not."""
-    import torch
-
-    from .verifying.cases import DTYPES
-
     for layout in choice.layouts or layout_names():
         if layout not in cut_names():
             raise ValueError(f"verify cannot cut layout {layout!r} yet: teach cli/verifying/cut.py")
-    if choice.device not in DTYPES:
-        raise ValueError(f"--device must be one of {', '.join(DTYPES)}, not {choice.device!r}")
-    if choice.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: there is no GPU that torch can use")
     if choice.size.nheads % choice.size.nheads_k:
         raise ValueError(f"--nheads must be a multiple of --nheads-k, {choice.size.nheads_k}")
 

@@ -6,12 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..results import RING, Row
+from ..versus import beside
 from ..workload import dtype_name
-from .target import Finding, Target, Timed
+from .target import Finding, Target
 
 
 def ring_rows(
-    findings: Sequence[Finding], passes: Sequence[str], place: Mapping[str, Any], replayed: bool
+    findings: Sequence[Finding],
+    passes: Sequence[str],
+    place: Mapping[str, Any],
+    replayed: bool,
+    baselines: Mapping[str, str],
 ) -> Iterator[Row]:
     """A row for each finding and passes.
 
@@ -20,20 +25,24 @@ def ring_rows(
         passes: what was wanted.
         place: what all have in common: backend, or for replays link.
         replayed: these are replays, of which the slowest rank counts.
+        baselines: names of the targets that others are compared with, by the names of those.
     """
-    for finding in findings:
-        target = finding.target
-        common = (_workload(target), {**_placement(target), **place})
-        for each in passes:
-            kernel = target.scenario.kernel
-            if finding.failed is not None:
-                yield Row(RING, kernel, each, *common, failed=finding.failed)
-            else:
-                yield _row(target, each, finding.timed[each], common, replayed)
+    rows = {
+        (finding.target.name, each): _row(finding, each, place, replayed)
+        for finding in findings
+        for each in passes
+    }
+    for (name, each), row in rows.items():
+        yield beside(row, rows[baselines[name], each]) if name in baselines else row
 
 
-def _row(target: Target, passes: str, timed: Timed, common: tuple[Any, Any], replayed: bool) -> Row:
-    row = Row(RING, target.scenario.kernel, passes, *common, timed.samples_ms)
+def _row(finding: Finding, passes: str, place: Mapping[str, Any], replayed: bool) -> Row:
+    target, kernel = finding.target, finding.target.scenario.kernel
+    common = (_workload(target), {**_placement(target), **place})
+    if finding.failed is not None:
+        return Row(RING, kernel, passes, *common, failed=finding.failed)
+    timed = finding.timed[passes]
+    row = Row(RING, kernel, passes, *common, timed.samples_ms)
     assert row.ms is not None, "a run at least"
     values = {
         "theoretic_ms": timed.theoretic_ms,

@@ -66,9 +66,9 @@ class Target:
     @property
     def name(self) -> str:
         """Different for different targets."""
-        if self.function != ANYTHING:
-            return self.function
-        return f"{self.function}, {self.scenario.layout} × {self.scenario.route}"
+        s = self.scenario
+        point = f"{s.layout} × {s.route} × {s.kernel}" if self.function == ANYTHING else s.kernel
+        return f"{self.function} ({point})"
 
     @property
     def alone(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from ...layout import FLAT_PREFIX, get_layout
 from ...plan import check_route
 from ..groups import check_lengths
 from ..verifying.cases import Choice, Named, chosen_functions, points
+from ..versus import refuse_kernels
 from .way import Way
 
 _SIZES: dict[str, dict[str, Any]] = {
@@ -39,15 +40,25 @@ class Asked:
     dtype: str | None
     causal: bool
     heads_k_stride: int | None
-    kernel: str
+    kernels: tuple[str, ...]
+    versus: str  # kernel that the others are compared with; "" if there are no others
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Targets that can be tried, and those that no kernel can do."""
+    """What is to be timed.
+
+    Attributes:
+        targets: that can be tried.
+        impossible: those that their kernel cannot do.
+        versus: kernel that the others are compared with; "" if there are no others.
+        baselines: the targets with it, by the names of those that are compared with them.
+    """
 
     targets: tuple[Target, ...]
     impossible: tuple[Finding, ...]
+    versus: str
+    baselines: Mapping[str, str]
 
 
 def choose_targets(asked: Asked, way: Way) -> Chosen:
@@ -55,9 +66,10 @@ def choose_targets(asked: Asked, way: Way) -> Chosen:
 
     Raises:
         ValueError: what there is not, or makes no sense.
-        NotImplementedError: no kernel can do any of it.
+        NotImplementedError: a kernel can do nothing of it.
     """
-    check_kernel(asked.kernel)
+    for kernel in asked.kernels:
+        check_kernel(kernel)
     for layout in asked.layouts:
         get_layout(layout)
     for route in asked.routes:
@@ -72,16 +84,51 @@ def choose_targets(asked: Asked, way: Way) -> Chosen:
             raise ValueError(f"--batch {asked.batch}: --cu-seqlens says how many documents")
     if asked.heads_k_stride is not None and all(route != "all_gather" for _, _, route, _ in places):
         raise ValueError(f"--heads-k-stride {asked.heads_k_stride}: no function gathers keys")
-    targets, impossible = [], []
+    found: dict[str, Finding] = {}  # by name: two kernels may be the same one
+    reasons: dict[str, list[str | None]] = {}  # None: it can
+    baselines: dict[str, str] = {}
     for named, layout, route, packed in places:
-        target = _target(named, layout, route, packed, asked.kernel, size, way)
-        try:
-            targets.append(with_kernel(target))
-        except NotImplementedError as reason:
-            impossible.append(Finding(target, failed=str(reason)))
-    if not targets:
-        raise NotImplementedError(impossible[0].failed)
-    return Chosen(tuple(targets), tuple(impossible))
+        tried = [(named, kernel) for kernel in _kernels(named, asked)]
+        if asked.versus:
+            tried.insert(0, (Named(named.family, named.form), asked.versus))
+        own = [_find(e, layout, route, packed, kernel, size, way) for e, kernel in tried]
+        for (each, kernel), finding in zip(tried, own, strict=True):
+            who = each.name if each.prefix else f"kernel {kernel!r}"
+            reasons.setdefault(who, []).append(finding.failed)
+            found.setdefault(finding.target.name, finding)
+            if asked.versus:
+                baselines[finding.target.name] = own[0].target.name
+    refused = {
+        who: [why for why in all_of if why] for who, all_of in reasons.items() if None not in all_of
+    }
+    refuse_kernels(refused, way.device)
+    return Chosen(
+        tuple(each.target for each in found.values() if each.failed is None),
+        tuple(each for each in found.values() if each.failed is not None),
+        asked.versus,
+        baselines,
+    )
+
+
+def _kernels(named: Named, asked: Asked) -> tuple[str, ...]:
+    """Those that a function is to be timed with."""
+    if not named.prefix:
+        return asked.kernels
+    if not {AUTO, named.prefix} & {*asked.kernels}:
+        kernels = ", ".join(asked.kernels)
+        raise ValueError(f"--kernel {kernels}: {named.name} always uses {named.prefix}")
+    return (named.prefix,)
+
+
+def _find(
+    named: Named, layout: str, route: str, packed: bool, kernel: str, size: Size, way: Way
+) -> Finding:
+    """A target with the kernel that it gets, or why there is none; not timed yet."""
+    target = _target(named, layout, route, packed, kernel, size, way)
+    try:
+        return Finding(with_kernel(target))
+    except NotImplementedError as reason:
+        return Finding(target, failed=str(reason))
 
 
 def _places(asked: Asked) -> list[tuple[Named, str, str, bool]]:
@@ -117,8 +164,6 @@ def _points(
 def _target(
     named: Named, layout: str, route: str, packed: bool, kernel: str, size: Size, way: Way
 ) -> Target:
-    if named.prefix and kernel not in (AUTO, named.prefix):
-        raise ValueError(f"--kernel {kernel}: {named.name} always uses {named.prefix}")
     return make_target(
         named.name,
         named.form,
@@ -126,7 +171,7 @@ def _target(
         layout,
         route,
         packed=packed,
-        kernel=named.prefix or kernel,
+        kernel=kernel,
         takes_kernel=not named.prefix,
         size=size,
         world_size=way.world_size,

@@ -15,14 +15,20 @@ from ...bench.results import FORWARD, Row
 from ...bench.rings import Target
 from ...bench.workload import dtype_name
 from ...comm import launch
+from ..versus import print_versus
 from .run import Found
 
 _GB = 1e9
+_POINT = "layout × route × kernel"
 _COLUMNS = ("theoretic iter/s", "iter/s", "ms", "eff. %", "GB")
 
 
-def print_findings(console: Console, found: Found) -> None:
-    """What was run, a table for each way, what failed, and how to read it."""
+def print_findings(console: Console, found: Found) -> bool:
+    """What was run, a table for each way, what failed, and how to read it; then the comparison.
+
+    Returns:
+        Whether a gate, if there is one, lets everything through.
+    """
     for line in _explain(found):
         console.print(line, markup=False)
     rows = found.rows()
@@ -34,6 +40,10 @@ def print_findings(console: Console, found: Found) -> None:
             console.print("  " + finding.failed.replace("\n", "\n  "), markup=False)
     for line in _notes(found):
         console.print(line, markup=False)
+    if not found.versus:
+        return True
+    labels = {"function": _function, _POINT: _point}
+    return print_versus(console, found.groups(), found.versus, labels, found.limits)
 
 
 def _explain(found: Found) -> Iterator[str]:
@@ -85,15 +95,21 @@ def _table(rows: Sequence[Row], passes: str) -> Table:
     title = "forward" if passes == FORWARD else "forward and backward"
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
     shown.add_column("function", overflow="fold")
-    shown.add_column("layout × route × kernel", overflow="fold")
+    shown.add_column(_POINT, overflow="fold")
     for name in _COLUMNS:
         shown.add_column(name, justify="right", no_wrap=True)
     best = max((row.values["efficiency_percent"] for row in rows if row.values), default=None)
     for row in rows:
-        place = row.placement
-        point = f"{place['layout']} × {place['route']} × {row.implementation}"
-        shown.add_row(place["function"], point, *_cells(row, best))
+        shown.add_row(_function(row), _point(row), *_cells(row, best))
     return shown
+
+
+def _function(row: Row) -> str:
+    return str(row.placement["function"])
+
+
+def _point(row: Row) -> str:
+    return f"{row.placement['layout']} × {row.placement['route']} × {row.implementation}"
 
 
 def _cells(row: Row, best: float | None) -> list[str]:
@@ -116,6 +132,8 @@ def _notes(found: Found) -> Iterator[str]:
     yield "GB: most memory above inputs, outputs and gradients, of the rank that holds most."
     if any(finding.target.form.startswith("qkv") for finding in found.findings):
         yield "qkvpacked functions have as many KV heads as query heads."
+    if found.versus and found.way.is_replay:
+        yield "Kernels were replayed one after the other: clocks may have changed in between."
     if found.way.device.type == "cpu":
         yield "On the CPU these are times of the host, and say little about GPUs."
         cores, ranks = os.cpu_count() or 1, found.way.world_size

@@ -12,9 +12,10 @@ from torch import Tensor
 from ... import api
 from ...bench.rings.arguments import Place, Spread, own_arguments
 from ...entry import run_virtual
-from .answers import Inputs
+from .answers import Inputs, make_inputs
 from .cases import Case
 from .cut import cut
+from .questions import Question
 
 Tensors = dict[str, Tensor]  # by name: out, lse, dq, dk, dv, dsink
 
@@ -30,6 +31,12 @@ def tokens(case: Case, side: str, rank: int, world_size: int) -> list[int]:
 def take(x: Tensor, places: Sequence[int], dim: int = -3) -> Tensor:
     """Some tokens of a whole tensor."""
     return x.index_select(dim, torch.tensor(places, dtype=torch.int64, device=x.device))
+
+
+def part(case: Case, name: str, whole: Tensor, rank: int, world_size: int) -> Tensor:
+    """A rank's rows of a whole tensor: out, lse, dq, dk or dv."""
+    side = "k" if name in ("dk", "dv") else "q"
+    return take(whole, tokens(case, side, rank, world_size), -1 if name == "lse" else -3)
 
 
 def call_on_rank(case: Case, inputs: Inputs, rank: int, world_size: int) -> Tensors:
@@ -54,6 +61,16 @@ def call_on_rank(case: Case, inputs: Inputs, rank: int, world_size: int) -> Tens
     )
     named = dict(zip(leaves, grads, strict=True))
     return {"out": out.detach(), "lse": lse.detach(), **_unpacked(named)}
+
+
+def call_on_one_device(question: Question, kernel: str, device: torch.device) -> Tensors:
+    """Compute the whole of a question on one device, and differentiate."""
+    packed = question.batch is None
+    function = "flash_attn_varlen_func" if packed else "flash_attn_func"
+    signature = "single_documents" if packed else "single"
+    case = Case(function, signature, "func", "", "", kernel, "", question)
+    torch.manual_seed(question.seed)
+    return call_on_rank(case, make_inputs(question, device), 0, 1)
 
 
 def call_virtual(case: Case, inputs: Inputs, world_size: int) -> list[Tensors]:

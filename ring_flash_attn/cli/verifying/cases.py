@@ -62,6 +62,8 @@ class Choice:
     virtual: bool = False
     seed: int = 0
     size: Size = field(default_factory=Size)
+    report: bool = False  # compare with one device, and with the kernel `versus`
+    versus: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Named:
 
 
 def make_cases(choice: Choice) -> list[Case]:
-    """All cases, those with one question next to each other."""
+    """All cases, those with one question next to each other, the kernel `versus` first."""
     cases = [
         case
         for named in chosen_functions(choice)
@@ -95,7 +97,7 @@ def make_cases(choice: Choice) -> list[Case]:
     order: dict[Question, int] = {}
     for case in cases:
         order.setdefault(case.question, len(order))
-    return sorted(cases, key=lambda case: order[case.question])
+    return sorted(cases, key=lambda case: (order[case.question], case.kernel != choice.versus))
 
 
 def function_names(prefixes: bool = False) -> list[str]:

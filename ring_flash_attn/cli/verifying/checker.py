@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -12,9 +12,11 @@ import torch
 from ...comm import launch
 from ...kernels.base import AUTO, Call, choose_kernel
 from ...tiles import Mask
+from ..versus import refuse_kernels
 from .answers import Inputs, answer, make_inputs, torch_dtype
-from .callers import Tensors, call_on_rank, call_virtual, take, tokens
+from .callers import Tensors, call_on_rank, call_virtual, part, tokens
 from .cases import Case, Choice
+from .differences import Differences
 from .measure import Error, compare
 from .questions import Question
 
@@ -38,17 +40,28 @@ class Outcome:
     kernel: str
     errors: tuple[Error, ...] = ()
     reason: str = ""
+    differences: Mapping[str, tuple[Error, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a case, over all ranks."""
+    """What became of a case, over all ranks.
+
+    Attributes:
+        case: which.
+        status: in a word.
+        kernel: that was used.
+        errors: against the oracle.
+        reason: why there are none.
+        differences: from one device, and from another kernel, by its name; only for the report.
+    """
 
     case: Case
     status: Status
     kernel: str = ""
     errors: tuple[Error, ...] = ()
     reason: str = ""
+    differences: Mapping[str, tuple[Error, ...]] = field(default_factory=dict)
 
     @property
     def bad(self) -> bool:
@@ -64,7 +77,7 @@ def check_all(
         with _one_thread():
             yield from map(_result, cases, _virtually(cases, choice))
     elif launch.torchrun_rank():
-        body = launch.run_joined(check_on_rank, (cases, choice.device), choice.device, backend)
+        body = launch.run_joined(check_on_rank, (cases, choice), choice.device, backend)
         yield from map(_result, cases, body)
     else:
         yield from _spawned(cases, choice, backend, timeout)
@@ -87,7 +100,7 @@ def _spawned(
     """In new processes; after a crash in yet newer ones, from the next case on."""
     done = crashes = 0
     while done < len(cases) and crashes < MOST_ERRORS:
-        args = (cases[done:], choice.device)
+        args = (cases[done:], choice)
         try:
             for outcomes in launch.run_spawned(
                 check_on_rank, args, choice.world_size, choice.device, backend, timeout
@@ -103,10 +116,11 @@ def _spawned(
 
 
 def check_on_rank(
-    rank: int, world_size: int, cases: Sequence[Case], device_type: str
+    rank: int, world_size: int, cases: Sequence[Case], choice: Choice
 ) -> Iterator[Outcome]:
     """What a rank finds out about each case."""
-    device = launch.rank_device(device_type, rank)
+    device = launch.rank_device(choice.device, rank)
+    differences = Differences(choice, device)
     for case in cases:
         inputs = make_inputs(case.question, device)
         try:
@@ -117,11 +131,14 @@ def check_on_rank(
         except NotImplementedError as reason:
             yield Outcome(case.kernel, reason=str(reason))
             continue
-        yield Outcome(kernel, _errors(case, found, rank, world_size, device, whole_sink=False))
+        errors = _errors(case, found, rank, world_size, device, whole_sink=False)
+        others = differences.of(case, kernel, found, rank, world_size)
+        yield Outcome(kernel, errors, differences=others)
 
 
 def _virtually(cases: Sequence[Case], choice: Choice) -> Iterator[list[Outcome]]:
     device = launch.rank_device(choice.device, 0)
+    differences = Differences(choice, device)
     for case in cases:
         inputs = make_inputs(case.question, device)
         try:
@@ -132,8 +149,12 @@ def _virtually(cases: Sequence[Case], choice: Choice) -> Iterator[list[Outcome]]
             yield [Outcome(case.kernel, reason=str(reason))]
             continue
         yield [
-            Outcome(kernel, _errors(case, part, rank, len(found), device, whole_sink=True))
-            for rank, part in enumerate(found)
+            Outcome(
+                kernel,
+                _errors(case, own, rank, len(found), device, whole_sink=True),
+                differences=differences.of(case, kernel, own, rank, len(found)),
+            )
+            for rank, own in enumerate(found)
         ]
 
 
@@ -152,19 +173,17 @@ def _errors(
     whole_sink: bool,
 ) -> tuple[Error, ...]:
     """Errors of one rank's tensors. A rank's dsink is its own queries' part, unless it is whole."""
-    queries = tokens(case, "q", rank, world_size)
-    keys = tokens(case, "k", rank, world_size)
-    places = {"out": queries, "lse": queries, "dq": queries, "dk": keys, "dv": keys}
     right = answer(case.question, device)
     errors = []
     for name, got in found.items():
         judged = [right]
-        if name in places:
-            want = take(right.tensors[name], places[name], -1 if name == "lse" else -3)
+        if name != "dsink":
+            want = part(case, name, right.tensors[name], rank, world_size)
         elif whole_sink:
             want = right.tensors[name]
         else:
-            judged.append(answer(case.question, device, tuple(queries)))
+            queries = tuple(tokens(case, "q", rank, world_size))
+            judged.append(answer(case.question, device, queries))
             want = judged[-1].tensors[name]
         errors.append(
             compare(
@@ -188,8 +207,35 @@ def _kernel(case: Case, device: torch.device) -> str:
     return choose_kernel(case.kernel, _call(question, scale, device)).name
 
 
+def check_kernels(cases: Sequence[Case], choice: Choice) -> None:
+    """NotImplementedError for kernels that can do none of the cases they were asked for."""
+    device = launch.rank_device(choice.device, 0)
+    refused = {}
+    for kernel in dict.fromkeys(case.kernel for case in cases if case.kernel != AUTO):
+        own = [case for case in cases if case.kernel == kernel]
+        reasons = _why_none(own, device)
+        if reasons:
+            asked = f"kernel {kernel!r}" if kernel in choice.kernels else own[0].function
+            refused[asked] = reasons
+    refuse_kernels(refused, device)
+
+
+def _why_none(cases: Sequence[Case], device: torch.device) -> list[str]:
+    """Of each case why it cannot be done; nothing if one can."""
+    reasons = []
+    for case in cases:
+        try:
+            _kernel(case, device)
+        except NotImplementedError as error:
+            reasons.append(str(error))
+        else:
+            return []
+    return reasons
+
+
 def _call(question: Question, scale: float, device: torch.device) -> Call:
-    inputs = make_inputs(question, device)
+    lead = () if question.batch is None else (question.batch,)
+    slopes = torch.empty((*lead, question.nheads), device="meta") if question.alibi else None
     return Call(
         device=device,
         dtype=torch_dtype(question.dtype),
@@ -200,7 +246,7 @@ def _call(question: Question, scale: float, device: torch.device) -> Call:
         softmax_scale=scale,
         mask=Mask.of(question.causal, question.window_size),
         softcap=question.softcap,
-        alibi_slopes=inputs.slopes,
+        alibi_slopes=slopes,
         dropout_p=question.dropout_p,
         sink=question.sink,
         packed=len(question.lengths_q) > 1,
@@ -215,4 +261,8 @@ def _result(case: Case, outcomes: Sequence[Outcome]) -> Result:
         asked = case.kernel != AUTO
         return Result(case, Status.CANNOT if asked else Status.FAIL, case.kernel, errors, reason)
     status = Status.PASS if all(error.passed for error in errors) else Status.FAIL
-    return Result(case, status, outcomes[0].kernel, errors)
+    differences = {
+        versus: tuple(each for outcome in outcomes for each in outcome.differences.get(versus, ()))
+        for versus in outcomes[0].differences
+    }
+    return Result(case, status, outcomes[0].kernel, errors, differences=differences)

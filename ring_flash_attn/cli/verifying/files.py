@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,17 @@ from ..measuring import make_results as measured
 from .cases import Choice
 from .checker import Result, Status
 from .groups import name_of
-from .precision import COLUMNS, READING, Line, accepted_in_words, by_place, precision_lines
+from .measure import Error
+from .precision import (
+    COLUMNS,
+    READING,
+    READING_DIFFERENCES,
+    Line,
+    accepted_in_words,
+    by_place,
+    difference_lines,
+    precision_lines,
+)
 
 
 def make_results(results: Sequence[Result], choice: Choice, seconds: float) -> Results:
@@ -47,12 +57,16 @@ def _plain(result: Result) -> dict[str, Any]:
         "status": result.status.value,
         "used_kernel": result.kernel,
         "reason": result.reason,
-        "tensors": [
-            {name: _finite(value) for name, value in asdict(error).items()}
-            | {"passed": error.passed}
-            for error in result.errors
-        ],
+        "tensors": _errors(result.errors),
+        "differences": {name: _errors(each) for name, each in result.differences.items()},
     }
+
+
+def _errors(errors: Iterable[Error]) -> list[dict[str, Any]]:
+    return [
+        {name: _finite(value) for name, value in asdict(error).items()} | {"passed": error.passed}
+        for error in errors
+    ]
 
 
 def _finite(value: Any) -> Any:
@@ -84,6 +98,12 @@ def _markdown(
     yield ""
     yield READING
     for title, lines in by_place(precision_lines(results, choice.world_size, by_rank)):
+        yield from ("", f"## {title}", "")
+        yield from _table(lines)
+    differences = list(difference_lines(results, choice.world_size, by_rank))
+    if differences:
+        yield from ("", READING_DIFFERENCES)
+    for title, lines in differences:
         yield from ("", f"## {title}", "")
         yield from _table(lines)
     unmeasured = [result for result in results if result.reason]

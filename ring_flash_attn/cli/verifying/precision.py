@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from rich import box
@@ -25,6 +25,10 @@ READING = (
     "Absolute differences from softmax attention in fp64, and the largest over the largest value "
     "(where terms cancel to less than their rounding, over that); of each the worst case. "
     "accepted: limits of the original documents, for bf16 and fp16."
+)
+READING_DIFFERENCES = (
+    "Differences between two results of the same inputs: of ranks from one device with the same "
+    "kernel, and of one kernel from another. accepted: the same limits."
 )
 COLUMNS = ("tensor", "rank", "max", "mean", "rmse", "relative", "accepted", "")
 
@@ -118,13 +122,27 @@ def _line(group: Sequence[Result], errors: Sequence[Error], rank: str, world_siz
     )
 
 
-def by_place(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
+def by_place(lines: Sequence[Line], what: str = "Precision") -> Iterator[tuple[str, list[Line]]]:
     """Lines on one device, and lines on ranks, each with a title."""
     for single, own in groupby(lines, key=_is_single):
         found = list(own)
         size = found[0].world_size
         ranks = "one device" if single else f"{size} rank{'s' * (size > 1)}"
-        yield f"Precision on {ranks}", found
+        yield f"{what} on {ranks}", found
+
+
+def difference_lines(
+    results: Sequence[Result], world_size: int, by_rank: bool
+) -> Iterator[tuple[str, list[Line]]]:
+    """Titles and lines: differences from one device, and from the kernel of --versus."""
+    for versus in dict.fromkeys(name for result in results for name in result.differences):
+        own = [
+            replace(result, errors=result.differences[versus])
+            for result in results
+            if versus in result.differences
+        ]
+        lines = precision_lines(own, world_size, by_rank)
+        yield from by_place(lines, f"Difference from {versus}")
 
 
 def precision_table(title: str, lines: Iterable[Line]) -> Table:

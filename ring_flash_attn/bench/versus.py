@@ -1,0 +1,63 @@
+"""Rows beside those of a baseline: speed and memory, and the limits that gates set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .results import Row
+
+SPEED, MEMORY, THEORY = "versus_percent", "versus_memory_percent", "versus_theory_percent"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a gate lets through.
+
+    Attributes:
+        min_speed: the part of the baseline's iterations a second that must be exceeded.
+        max_memory: times the baseline's memory, to stay below; None where it is not measured.
+    """
+
+    min_speed: float = 0.6
+    max_memory: float | None = 1.2
+
+
+def beside(row: Row, base: Row) -> Row:
+    """The row with its speed and memory in percent of the baseline's.
+
+    Where the baseline has a theoretic time (one device, times ranks), with its efficiency against
+    that, too. A row has none of this if it or the baseline failed.
+    """
+    if row.ms is None or base.ms is None:
+        return row
+    values = {SPEED: 100 * base.ms / row.ms}
+    if "theoretic_ms" in base.values:
+        values[THEORY] = 100 * base.values["theoretic_ms"] / row.ms
+    if row.peak_bytes is not None and base.peak_bytes is not None:
+        values[MEMORY] = _percent(row.peak_bytes, base.peak_bytes)
+    return replace(row, values={**row.values, **values})
+
+
+def _percent(size: int, of: int) -> float:
+    if of == 0:
+        return math.inf if size else 100.0
+    return 100 * size / of
+
+
+def misses(row: Row, limits: Limits) -> Iterator[str]:
+    """Every reason why the gate does not let a row through."""
+    if row.failed is not None:
+        yield "it failed"
+    elif SPEED not in row.values:
+        yield "the baseline failed"
+    else:
+        if not row.values[SPEED] > 100 * limits.min_speed:
+            yield f"speed {row.values[SPEED]:.1f} %, not > {100 * limits.min_speed:g} %"
+        if limits.max_memory is None:
+            return
+        if MEMORY not in row.values:
+            yield "memory was not measured"
+        elif not row.values[MEMORY] < 100 * limits.max_memory:
+            yield f"memory {row.values[MEMORY]:.1f} %, not < {100 * limits.max_memory:g} %"
