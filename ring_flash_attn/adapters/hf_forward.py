@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import comm
@@ -35,12 +36,10 @@ class _Forward:
     """A call of a model: what it was given, and the documents from its first attention call on."""
 
     model: Any
-    original: Any  # the position ids that it was given
-    position_ids: Any  # a view of them that no other call has
-    counts_alone: bool  # nobody gave it positions
+    position_ids: Any  # as it was given them; None if it counts by itself
     backward: int  # the backward pass that it runs in, -1 outside of any
-    has_grad: bool
-    documents: Documents | None
+    documents: Documents | None = None
+    is_unmarked: bool = False  # its layers receive no position ids
 
 
 class _Running(threading.local):
@@ -52,9 +51,10 @@ _running = _Running()
 _checked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # attn_implementation, by model
 # By position ids: the documents that they were checked against, and the tensor's version then.
 _documents = WeakTensorKeyDictionary()
-# Documents of forward passes whose layers receive no position ids, up to the next recomputation.
-_unmarked: list[Documents] = []
-_recomputed = False
+# By backward pass: documents of the forward passes that it has reached, of models whose layers
+# receive no position ids.
+_reached: dict[int, list[Documents]] = {}
+_BACKWARDS = 16  # that may be under way at once
 
 
 def watch(
@@ -76,31 +76,25 @@ def watch(
         if not is_on() or not hf_models.takes_ring_attention(model):
             return call(model, *args, **kwargs)
         _check_model(model)
-        given = dict(zip(_parameters(type(model)), args)) | kwargs
+        given = dict(zip(_parameters(type(model).forward), args)) | kwargs
         _check_labels(model, given, group)
-        original = given.get("position_ids")
-        own = original.view_as(original) if isinstance(original, Tensor) else original
-        backward = torch._C._current_graph_task_id()
-        _running.forwards.append(
-            _Forward(
-                model,
-                original,
-                own,
-                counts_alone=original is None and given.get("cache_position") is None,
-                backward=backward,
-                has_grad=torch.is_grad_enabled(),
-                # checkpointing of the whole model runs it once more in the backward pass
-                documents=None if backward == -1 else _documents_with(original),
-            )
-        )
+        positions = given.get("position_ids")
+        if isinstance(positions, Tensor):
+            own = positions.view_as(positions)  # a tensor that no other call has
+            args = tuple(own if value is positions else value for value in args)
+            kwargs = {name: own if value is positions else value for name, value in kwargs.items()}
+            positions = own
+        elif positions is None:
+            positions = given.get("cache_position")
+        forward = _Forward(model, positions, torch._C._current_graph_task_id())
+        _running.forwards.append(forward)
         try:
-            return call(
-                model,
-                *(own if value is original else value for value in args),
-                **{name: own if value is original else value for name, value in kwargs.items()},
-            )
+            output = call(model, *args, **kwargs)
         finally:
             _running.forwards.pop()
+        if forward.is_unmarked and forward.documents is not None:
+            _note_backward(output, forward.documents)
+        return output
 
     return torch.compiler.disable(watched, recursive=False)
 
@@ -126,50 +120,49 @@ def documents_of_call(
         if position_ids is not None:
             _check_positions(position_ids, query, group, latest)
         return latest
-    documents = forward.documents or latest
-    if forward.counts_alone:
-        position_ids = _positions_of_the_model(forward.model, position_ids, query, group)
-    elif position_ids is None:
-        position_ids = forward.position_ids
-        _keep_unmarked(documents, forward.has_grad)
-    if position_ids is not None:
-        _check_positions(position_ids, query, group, documents)
     if forward.documents is None:
-        forward.documents = documents
-        if isinstance(forward.original, Tensor):
-            _documents[forward.original] = documents, _version(forward.original)
-    return documents
+        forward.documents = latest
+    if forward.position_ids is None:
+        forward.position_ids = _count(forward.model, query, group)
+    if position_ids is None:
+        position_ids = forward.position_ids
+        forward.is_unmarked = True
+    _check_positions(position_ids, query, group, forward.documents)
+    return forward.documents
 
 
 def _documents_again(
     position_ids: Tensor | None, query: Tensor, group: ProcessGroup | None, latest: Documents
 ) -> Documents:
-    """The documents of the forward pass that checkpointing runs a layer of once more."""
-    global _recomputed
+    """Find the documents of the forward pass of which checkpointing runs a layer once more."""
     if position_ids is not None:
-        documents = _documents_with(position_ids)
+        documents: Documents | None = _documents.get(position_ids, (None, -1))[0]
         if documents is None:
             _check_positions(position_ids, query, group, latest)
         return documents or latest
-    _recomputed = True
-    if len(_unmarked) > 1:
+    candidates = _reached.get(torch._C._current_graph_task_id(), [])
+    if len(candidates) > 1:
         raise ValueError(
-            "a checkpointed layer that receives no position_ids is recomputed after forward passes "
-            f"over {len(_unmarked)} different sets of documents, and cannot tell which are its own:"
-            " run backward before update_ring_flash_attn_params is told the next documents (and "
-            "what has no backward under torch.no_grad), or turn checkpointing off"
+            "checkpointing recomputes a layer that receives no position_ids in a backward pass "
+            f"through forward passes over {len(candidates)} different sets of documents, and it "
+            "cannot tell which are its own: run backward of each loss by itself"
         )
-    return _unmarked[0] if _unmarked else latest
+    return candidates[0] if candidates else latest
 
 
-def _keep_unmarked(documents: Documents, has_grad: bool) -> None:
-    global _recomputed
-    if has_grad:
-        if _recomputed:  # the passes before have had their backward
-            _unmarked.clear()
-            _recomputed = False
-        if not any(_equal(kept, documents) for kept in _unmarked):
-            _unmarked.append(documents)
+def _note_backward(output: Any, documents: Documents) -> None:
+    """Note the documents when a backward pass comes back to the model, before its layers run."""
+
+    def reached(_: Tensor) -> None:
+        found = _reached.setdefault(torch._C._current_graph_task_id(), [])
+        if not any(_equal(documents, other) for other in found):
+            found.append(documents)
+        for old in list(_reached)[:-_BACKWARDS]:
+            del _reached[old]
+
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.register_hook(reached)
 
 
 def _check_model(model: Any) -> None:
@@ -194,24 +187,20 @@ def _check_labels(model: Any, given: Mapping[str, Any], group: ProcessGroup | No
         )
 
 
-def _positions_of_the_model(
-    model: Any, position_ids: Tensor | None, query: Tensor, group: ProcessGroup | None
-) -> Tensor:
-    """What a model counts if nobody gives it positions: from 0, whatever the rank."""
-    name = type(model).__name__
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        raise ValueError(
-            f"{name}.forward takes no position_ids, and counts from 0 on every rank: ring attention"
-            " cannot serve it"
-        )
+def _count(model: Any, query: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Make the positions that a model counts by itself: from 0, which is right on one rank only."""
     if _world_size(group) > 1:
+        name = type(model).__name__
+        if "position_ids" not in _parameters(type(model).forward):
+            raise ValueError(
+                f"{name}.forward takes no position_ids, and counts from 0 on every rank: ring "
+                "attention cannot serve it"
+            )
         raise ValueError(
             f"{name} was called without position_ids, and would count from 0 on every rank: "
             f"{hf_arguments.HOW_TO_PASS_POSITIONS}"
         )
-    if position_ids is None:
-        return torch.arange(query.shape[1], device=query.device)
-    return position_ids
+    return torch.arange(query.shape[1], device=query.device)
 
 
 def _check_positions(
@@ -222,15 +211,16 @@ def _check_positions(
         return
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # nothing can be read now; the same call was made before the capture
-    hf_arguments.check_positions(position_ids, query.shape[1], documents, group)
+    try:
+        hf_arguments.check_positions(position_ids, query.shape[1], documents, group)
+    except ValueError as error:
+        if torch._C._current_graph_task_id() == -1:
+            raise
+        raise ValueError(
+            "checkpointing recomputes a forward pass, and other documents have been given to "
+            f"update_ring_flash_attn_params since: {error}"
+        ) from None
     _documents[position_ids] = documents, _version(position_ids)
-
-
-def _documents_with(position_ids: Any) -> Documents | None:
-    if not isinstance(position_ids, Tensor):
-        return None
-    found: Documents | None = _documents.get(position_ids, (None, -1))[0]
-    return found
 
 
 def _version(tensor: Tensor) -> int:
@@ -255,6 +245,6 @@ def _world_size(group: ProcessGroup | None) -> int:
 
 
 @functools.cache
-def _parameters(model: type) -> tuple[str, ...]:
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Names of what a model's forward takes, in order, without `self`."""
-    return tuple(inspect.signature(model.forward).parameters)[1:]  # type: ignore[attr-defined]
+    return tuple(inspect.signature(forward).parameters)[1:]

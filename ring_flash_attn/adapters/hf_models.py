@@ -25,6 +25,8 @@ _LAYER_TYPES = {
     "attention", "full_attention", "sliding_attention", "dense", "mlp", "moe", "sparse",
 }  # fmt: skip
 
+_NO_ATTENTION = "does not call transformers' attention interface"
+
 
 def takes_ring_attention(model: Any) -> bool:
     """Whether the model is told to call what we substitute."""
@@ -46,12 +48,9 @@ def check_model(model: Any) -> None:
         judge.check_parts(path, layers)
         judge.check_types(path, layers)
     if not attending and not judge.attends(model) and not any(map(_is_model, model.children())):
-        path, layers = next(((p, x) for p, x in lists if len(x)), ("", [model]))
-        judge.refuse(
-            f"{path}.0" if path else "it",
-            layers[0],
-            "does not call transformers' attention interface",
-        )
+        first = [(f"{path}.0", layers[0]) for path, layers in lists if len(layers)]
+        name, module = (*first, ("it", model))[0]
+        judge.refuse(name, module, _NO_ATTENTION)
 
 
 class _Judge:
@@ -71,7 +70,7 @@ class _Judge:
                     self.refuse(name, part, "carries a state from token to token")
                 # a layer without attention has the other layers' parts only, or one in its place
                 if not attends and part is not layer and type(part) not in familiar:
-                    self.refuse(name, part, "does not call transformers' attention interface")
+                    self.refuse(name, part, _NO_ATTENTION)
 
     def check_types(self, path: str, layers: nn.ModuleList) -> None:
         """Look at what the configuration says of the layers."""
@@ -123,8 +122,10 @@ def _is_recurrent(module: nn.Module) -> bool:
     """Whether it owns a convolution over tokens, a recurrent network, or a state space."""
     if _STATE_SPACE & {name for name, _ in module.named_parameters(recurse=False)}:
         return True
-    return isinstance(module, nn.RNNBase) or any(
-        isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in module.children()
+    return any(
+        isinstance(child, nn.RNNBase)
+        or (isinstance(child, nn.Conv1d) and child.kernel_size != (1,))
+        for child in module.children()
     )
 
 
