@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .checks import document_lengths
+from .checks import CuSeqlens, document_lengths
 from .layout import Span
 from .pieces import Piece
 from .plan import Heads, Side
@@ -22,19 +22,21 @@ from .tiles import Mask
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
-    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
+    cu_seqlens: CuSeqlens, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
     """What a rank needs to know of the packed documents.
 
     Args:
-        cu_seqlens: (documents + 1,) of the whole stream; its end divides by world_size.
+        cu_seqlens: (documents + 1,) of the whole stream, or a sequence of ints; its end divides by
+            world_size.
         causal: whether keys after the rank's last query can be left out.
         rank: whose part.
         world_size: number of ranks.
 
     Returns:
         cu_seqlens_q, cu_seqlens_k (for the keys in local_k_slice), max_seqlen_q, max_seqlen_k, and
-        local_k_slice, the part of the gathered keys that the rank's queries need.
+        local_k_slice, the part of the gathered keys that the rank's queries need. The tensors are
+        like cu_seqlens; of a sequence of ints, int32 and on the CPU.
     """
     lengths = document_lengths(cu_seqlens)
     offsets = [0]
@@ -58,8 +60,14 @@ def llama3_flash_attn_prepare_cu_seqlens(
     cu_q = [0, *(offset - start for offset in inner), size]
     cu_k = [0, *(offset - offsets[left] for offset in inner), k_end - offsets[left]]
 
+    like = (
+        cu_seqlens
+        if isinstance(cu_seqlens, Tensor)
+        else torch.empty(0, dtype=torch.int32, device="cpu")
+    )
+
     def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
 
     longest_q, longest_k = (max(b - a for a, b in pairwise(cu)) for cu in (cu_q, cu_k))
     return tensor(cu_q), tensor(cu_k), longest_q, longest_k, slice(offsets[left], k_end)
