@@ -46,6 +46,7 @@ _CHOICES: dict[str, tuple[str, Callable[[], Collection[str]]]] = {
     "link": ("link", lambda: (NONE, *LINKS)),
     "preset": ("preset", lambda: PRESETS),
     "route": ("route", route_names),
+    "versus": ("kernel", _kernels),
 }
 
 
