@@ -169,7 +169,7 @@ def ring_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -187,7 +187,7 @@ def ring_flash_attn_varlen_func(
 def ring_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -204,7 +204,7 @@ def ring_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def ring_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -223,7 +223,7 @@ def zigzag_ring_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -241,7 +241,7 @@ def zigzag_ring_flash_attn_varlen_func(
 def zigzag_ring_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -258,7 +258,7 @@ def zigzag_ring_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def zigzag_ring_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -385,8 +385,8 @@ def llama3_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -407,8 +407,8 @@ def llama3_flash_attn_varlen_func(
 def llama3_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -428,8 +428,8 @@ def llama3_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def llama3_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -496,8 +496,8 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -516,8 +516,8 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -534,7 +534,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -726,7 +726,7 @@ def triton_ring_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -743,7 +743,7 @@ def triton_ring_flash_attn_varlen_func(
 def triton_ring_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -759,7 +759,7 @@ def triton_ring_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def triton_ring_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -777,7 +777,7 @@ def triton_zigzag_ring_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -794,7 +794,7 @@ def triton_zigzag_ring_flash_attn_varlen_func(
 def triton_zigzag_ring_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -810,7 +810,7 @@ def triton_zigzag_ring_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def triton_zigzag_ring_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -930,8 +930,8 @@ def triton_llama3_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -951,8 +951,8 @@ def triton_llama3_flash_attn_varlen_func(
 def triton_llama3_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -971,8 +971,8 @@ def triton_llama3_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def triton_llama3_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -1035,8 +1035,8 @@ def triton_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -1054,8 +1054,8 @@ def triton_flash_attn_varlen_func(
 def triton_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -1071,7 +1071,7 @@ def triton_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def triton_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1261,7 +1261,7 @@ def native_ring_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1278,7 +1278,7 @@ def native_ring_flash_attn_varlen_func(
 def native_ring_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1294,7 +1294,7 @@ def native_ring_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def native_ring_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1312,7 +1312,7 @@ def native_zigzag_ring_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1329,7 +1329,7 @@ def native_zigzag_ring_flash_attn_varlen_func(
 def native_zigzag_ring_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1345,7 +1345,7 @@ def native_zigzag_ring_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def native_zigzag_ring_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1465,8 +1465,8 @@ def native_llama3_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -1486,8 +1486,8 @@ def native_llama3_flash_attn_varlen_func(
 def native_llama3_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -1506,8 +1506,8 @@ def native_llama3_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def native_llama3_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -1570,8 +1570,8 @@ def native_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -1589,8 +1589,8 @@ def native_flash_attn_varlen_func(
 def native_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -1606,7 +1606,7 @@ def native_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def native_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1796,7 +1796,7 @@ def cute_ring_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1813,7 +1813,7 @@ def cute_ring_flash_attn_varlen_func(
 def cute_ring_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1829,7 +1829,7 @@ def cute_ring_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def cute_ring_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1847,7 +1847,7 @@ def cute_zigzag_ring_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1864,7 +1864,7 @@ def cute_zigzag_ring_flash_attn_varlen_func(
 def cute_zigzag_ring_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -1880,7 +1880,7 @@ def cute_zigzag_ring_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def cute_zigzag_ring_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -2000,8 +2000,8 @@ def cute_llama3_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -2021,8 +2021,8 @@ def cute_llama3_flash_attn_varlen_func(
 def cute_llama3_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -2041,8 +2041,8 @@ def cute_llama3_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def cute_llama3_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -2105,8 +2105,8 @@ def cute_flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -2124,8 +2124,8 @@ def cute_flash_attn_varlen_func(
 def cute_flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -2141,7 +2141,7 @@ def cute_flash_attn_varlen_kvpacked_func(
 ) -> Output: ...
 def cute_flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from .checks import autocast_dtype
 from .comm import Transport
@@ -19,7 +18,7 @@ from .kernels.merge import merge
 from .path import Only, Path
 from .plan import Payload, Side, Work
 from .trace import span
-from .walk import Field, Pool, Views, Walker, walk
+from .walk import Field, Pool, Views, Walker, transports, walk
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -83,20 +82,31 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, job: Job, sink: Tensor | None, *flat: Tensor) -> tuple[Tensor, ...]:
         results = forward(job, _by_rank(flat), sink)
         outs, lses = [out for out, _ in results], [lse for _, lse in results]
+        slopes = job.call.alibi_slopes
+        if slopes is not None:  # saved as a tensor, so that autograd notices if it is changed
+            job = replace(job, call=replace(job.call, alibi_slopes=None))
         ctx.job = job
-        ctx.save_for_backward(sink, *flat, *outs, *lses)
+        ctx.save_for_backward(sink, slopes, *flat, *outs, *lses)
         ctx.set_materialize_grads(False)
         return *outs, *lses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        count = len(ctx.job.ranks)
-        sink, *saved = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "create_graph=True: attention is differentiable once, so what is computed from "
+                "its gradients (a gradient penalty, a Hessian) would get no gradient. torch's "
+                "scaled_dot_product_attention has second derivatives, with SDPBackend.MATH"
+            )
+        job = ctx.job
+        count = len(job.ranks)
+        sink, slopes, *saved = ctx.saved_tensors
+        if slopes is not None:
+            job = replace(job, call=replace(job.call, alibi_slopes=slopes))
         outs, lses = saved[3 * count : 4 * count], saved[4 * count :]
         results = list(zip(outs, lses, strict=True))
         given = list(zip(grads[:count], grads[count:], strict=True))
-        dsink, found = backward(ctx.job, _by_rank(saved[: 3 * count]), sink, results, given)
+        dsink, found = backward(job, _by_rank(saved[: 3 * count]), sink, results, given)
         return None, dsink, *(grad for shard in found for grad in shard)
 
 
@@ -113,11 +123,13 @@ def forward(job: Job, shards: Sequence[QKV], sink: Tensor | None) -> list[tuple[
             result = _forward_at_once(job, only, shards[0], sink)
             if result is not None:
                 return [result]
-        walkers = [
-            _Forward(job, local, shard, sink)
-            for local, shard in zip(job.ranks, shards, strict=True)
-        ]
-        walk(walkers)
+        paths = [local.forward for local in job.ranks]
+        with transports(paths, [local.transport for local in job.ranks]) as ends:
+            walkers = [
+                _Forward(job, *of_rank, sink)
+                for of_rank in zip(job.ranks, ends, shards, strict=True)
+            ]
+            walk(walkers)
         return [(walker.out(), walker.state.lse) for walker in walkers]
 
 
@@ -146,11 +158,13 @@ def backward(
         if at_once is not None:
             grads = [at_once]
         else:
-            walkers = [
-                _Backward(job, *of_rank)
-                for of_rank in zip(job.ranks, shards, douts, kept, strict=True)
-            ]
-            walk(walkers)
+            paths = [local.backward for local in job.ranks]
+            with transports(paths, [local.transport for local in job.ranks]) as ends:
+                walkers = [
+                    _Backward(job, *of_rank)
+                    for of_rank in zip(job.ranks, ends, shards, douts, kept, strict=True)
+                ]
+                walk(walkers)
             grads = [walker.grads() for walker in walkers]
     return None if sink is None or dsink is None else dsink.to(sink.dtype), grads
 
@@ -268,11 +282,13 @@ def _needs_no_zeros(kernel: Kernel) -> bool:
 class _Forward(Walker):
     """q, k, v travel as the plan says; (out, lse) is the result of the query side."""
 
-    def __init__(self, job: Job, local: Local, shard: QKV, sink: Tensor | None) -> None:
+    def __init__(
+        self, job: Job, local: Local, transport: Transport, shard: QKV, sink: Tensor | None
+    ) -> None:
         q, k, v = shard
         self.job = job
         call = job.call
-        super().__init__(local.forward, local.transport(), q.shape[0], q.device, local.pool)
+        super().__init__(local.forward, transport, q.shape[0], q.device, local.pool)
         group = call.nheads // call.nheads_k
         self.fields = {
             (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, call.dtype),),
@@ -325,11 +341,19 @@ class _Backward(Walker):
     For kernels that return blocks, out travels instead of delta.
     """
 
-    def __init__(self, job: Job, local: Local, shard: QKV, dout: Tensor, saved: Saved) -> None:
+    def __init__(
+        self,
+        job: Job,
+        local: Local,
+        transport: Transport,
+        shard: QKV,
+        dout: Tensor,
+        saved: Saved,
+    ) -> None:
         q, k, v = shard
         self.job = job
         call = job.call
-        super().__init__(local.backward, local.transport(), q.shape[0], q.device, local.pool)
+        super().__init__(local.backward, transport, q.shape[0], q.device, local.pool)
         self._writes = _needs_no_zeros(job.kernel)
         group = call.nheads // call.nheads_k
         row, out = Field(group, None, call.state_dtype), Field(group, call.headdim_v, call.dtype)

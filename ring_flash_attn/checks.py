@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import weakref
+import numbers
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .host_copy import host_values
+
 CuSeqlens = Tensor | Sequence[int]
+
+_LARGEST = 2**63 - 1  # of tensors' sizes
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 # torch.compile cannot trace the question, so it is asked here once.
@@ -25,10 +33,127 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if on else None
 
 
+# One checker for each kind of argument. Each returns the value as the kind of Python object that it
+# means, or raises a TypeError or ValueError that starts with the argument's name.
+
+
 def check_tensor(name: str, value: object) -> None:
-    """TypeError unless it is a tensor."""
+    """TypeError unless it is a tensor whose elements lie in this process's memory."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
+    if type(value) is not Tensor and _is_dtensor(value):
+        raise TypeError(f"{name} must be a local tensor, not a DTensor: pass {name}.to_local()")
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
+        raise TypeError(f"{name} must be a dense tensor, but it is {kind}")
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    """By name, because its module is slow to import and need not be there."""
+    return any(
+        kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
+        for kind in type(tensor).__mro__
+    )
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """ValueError unless kernels can compute with the tensor's dtype."""
+    if tensor.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} must be of a floating point dtype (float16, bfloat16, float32 or float64), "
+            f"not {tensor.dtype}"
+        )
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """A bool; 0 and 1 will do, and what NumPy or a 0-dim tensor makes of them."""
+    value = _plain(name, value)
+    if not isinstance(value, int) or value not in (0, 1):
+        raise TypeError(f"{name} must be True or False, not {_shown(value)}")
+    return bool(value)
+
+
+def check_integer(name: str, value: Any, least: int | None = None) -> int:
+    """An int, at least `least`; NumPy's and 0-dim tensors will do, bools and floats will not."""
+    if type(value) is not int:
+        value = _integer(name, value, least)
+    if (least is not None and value < least) or value > _LARGEST:
+        raise ValueError(f"{name} must be {_an_integer(least)} of 64 bits, not {value}")
+    return int(value)
+
+
+def _integer(name: str, value: Any, least: int | None) -> int:
+    value = _plain(name, value)
+    try:
+        if not isinstance(value, bool) and not hasattr(value, "shape"):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be {_an_integer(least)}, not {_shown(value)}")
+
+
+def _an_integer(least: int | None) -> str:
+    if least is None:
+        return "an integer"
+    return "a positive integer" if least == 1 else f"an integer of at least {least}"
+
+
+def check_number(name: str, value: Any) -> float:
+    """A float; ints, NumPy's and 0-dim tensors will do, bools and NaN will not."""
+    value = _plain(name, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, not {_shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if math.isnan(number):
+        raise ValueError(f"{name} must be a number, not nan")
+    return number
+
+
+def _plain(name: str, value: Any) -> Any:
+    """The Python object in a NumPy scalar, or in a tensor or array without dimensions."""
+    if isinstance(value, Tensor):
+        check_tensor(name, value)
+        if value.device.type == "meta":
+            raise ValueError(f"{name} is on meta: it has no value")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}.requires_grad: there is no gradient for {name}")
+    is_scalar = hasattr(value, "item") and getattr(value, "shape", None) == ()
+    return value.item() if is_scalar else value
+
+
+def _shown(value: object) -> str:
+    """A value in an error: short, and never a tensor's elements."""
+    if isinstance(value, Tensor):
+        return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    short = len(text) <= 80 and "\n" not in text
+    return text if short else f"{text[:77].splitlines()[0]}… ({type(value).__name__})"
+
+
+def check_slice(name: str, value: Any) -> slice:
+    """A slice of integers or None."""
+    if not isinstance(value, slice):
+        raise TypeError(f"{name} must be a slice, not {_shown(value)}")
+    parts = (
+        None if part is None else check_integer(f"{name}.{end}", part)
+        for end, part in (("start", value.start), ("stop", value.stop), ("step", value.step))
+    )
+    return slice(*parts)
+
+
+def check_device(name: str, value: Any) -> torch.device | None:
+    """A device that is there, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
+        raise TypeError(f"{name} must be a torch.device, its name or None, not {_shown(value)}")
+    try:
+        return torch.empty(0, device=value).device
+    except (RuntimeError, AssertionError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} = {value!r}: {str(error).splitlines()[0]}") from None
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
@@ -38,8 +163,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         check_tensor(name, tensor)
         if tensor.dim() != (3 if packed else 4):
             raise ValueError(f"{name} must be {form}, but has shape {tuple(tensor.shape)}")
-        if not tensor.dtype.is_floating_point:
-            raise ValueError(f"{name} must be of a floating point dtype, not {tensor.dtype}")
+        check_values(name, tensor)
     for what in ("dtype", "device"):
         kinds = [getattr(tensor, what) for tensor in (q, k, v)]
         if len(set(kinds)) > 1:
@@ -66,40 +190,45 @@ def unpack(tensor: Tensor, name: str, parts: int, packed: bool) -> tuple[Tensor,
     check_tensor(name, tensor)
     if tensor.dim() != (4 if packed else 5) or tensor.shape[-3] != parts:
         raise ValueError(f"{name} must be {form}, but has shape {tuple(tensor.shape)}")
+    check_values(name, tensor)
     return tensor.unbind(-3)
 
 
-def check_window(window_size: Sequence[int]) -> tuple[int, int]:
+def check_window(window_size: Any) -> tuple[int, int]:
     """(left, right), each −1 (no limit) or more."""
-    sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
-    if len(sides) != 2 or not all(isinstance(side, int) and side >= -1 for side in sides):
-        raise ValueError(f"window_size must be two integers of at least -1, not {window_size!r}")
-    return sides[0], sides[1]
+    try:
+        left, right = window_size if isinstance(window_size, (tuple, list)) else ()
+        return check_integer("left", left, -1), check_integer("right", right, -1)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window_size must be two integers of at least -1, not {_shown(window_size)}"
+        ) from None
 
 
-def check_dropout(dropout_p: float) -> float:
+def check_dropout(dropout_p: Any) -> float:
     """A probability below 1."""
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, not {dropout_p!r}")
-    return float(dropout_p)
+    probability = check_number("dropout_p", dropout_p)
+    if not 0 <= probability < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, not {probability}")
+    return probability
 
 
-def check_softcap(softcap: float | None) -> float:
+def check_softcap(softcap: Any) -> float:
     """0 (or None) for none, or positive."""
-    if softcap is None:
-        return 0.0
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be 0 (off) or positive, not {softcap!r}")
-    return float(softcap)
+    number = 0.0 if softcap is None else check_number("softcap", softcap)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"softcap must be 0 (off) or positive, not {number}")
+    return number
 
 
-def check_scale(softmax_scale: float | None, headdim: int) -> float:
-    """The factor on the scores, 1 / sqrt(headdim) for None."""
+def check_scale(softmax_scale: Any) -> float | None:
+    """A finite factor on the scores; None for the default one."""
     if softmax_scale is None:
-        return float(headdim**-0.5)
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be a finite number, not {softmax_scale!r}")
-    return float(softmax_scale)
+        return None
+    number = check_number("softmax_scale", softmax_scale)
+    if math.isinf(number):
+        raise ValueError(f"softmax_scale must be a finite number, not {number}")
+    return number
 
 
 def check_alibi(slopes: Tensor | None, q: Tensor) -> Tensor | None:
@@ -112,6 +241,7 @@ def check_alibi(slopes: Tensor | None, q: Tensor) -> Tensor | None:
         raise ValueError(
             f"alibi_slopes must be ({nheads},) or ({batch}, {nheads}), not {tuple(slopes.shape)}"
         )
+    check_values("alibi_slopes", slopes)
     if slopes.device != q.device:
         raise ValueError(f"alibi_slopes is on {slopes.device}, but q is on {q.device}")
     if slopes.requires_grad:
@@ -124,34 +254,27 @@ def check_sink(sink: Tensor | None, q: Tensor) -> Tensor | None:
     if sink is None:
         return None
     check_tensor("sink", sink)
-    if tuple(sink.shape) != (q.shape[2],) or not sink.dtype.is_floating_point:
-        raise ValueError(
-            f"sink must be ({q.shape[2]},) of floating point, not {tuple(sink.shape)} {sink.dtype}"
-        )
+    if tuple(sink.shape) != (q.shape[2],):
+        raise ValueError(f"sink must be ({q.shape[2]},), not {tuple(sink.shape)}")
+    check_values("sink", sink)
     if sink.device != q.device:
         raise ValueError(f"sink is on {sink.device}, but q is on {q.device}")
     return sink
 
 
-def check_max_seqlen(name: str, max_seqlen: int, lengths: Sequence[int]) -> None:
+def check_max_seqlen(name: str, max_seqlen: Any, lengths: Sequence[int]) -> None:
     """At least the longest document's length."""
-    longest = max(lengths, default=0)
-    if int(max_seqlen) < longest:
-        raise ValueError(f"{name} = {int(max_seqlen)}, but the longest document has {longest}")
+    limit, longest = check_integer(name, max_seqlen), max(lengths, default=0)
+    if limit < longest:
+        raise ValueError(f"{name} = {limit}, but the longest document has {longest}")
 
 
-def check_heads_k_stride(stride: int, nheads_k: int) -> int:
+def check_heads_k_stride(stride: Any, nheads_k: int) -> int:
     """A divisor of the number of KV heads."""
-    if not isinstance(stride, int) or stride < 1 or nheads_k % stride:
-        raise ValueError(f"heads_k_stride = {stride!r} must divide the {nheads_k} KV heads")
+    stride = check_integer("heads_k_stride", stride)
+    if stride < 1 or nheads_k % stride:
+        raise ValueError(f"heads_k_stride = {stride} must divide the {nheads_k} KV heads")
     return stride
-
-
-def check_sources_per_launch(sources: int) -> int:
-    """A positive number."""
-    if not isinstance(sources, int) or sources < 1:
-        raise ValueError(f"sources_per_launch must be a positive integer, not {sources!r}")
-    return sources
 
 
 def document_lengths(
@@ -159,60 +282,56 @@ def document_lengths(
 ) -> tuple[int, ...]:
     """Lengths of the documents that cu_seqlens delimits.
 
-    A CUDA tensor is copied to the host once; as long as the same tensor comes back unchanged, so
-    does the copy.
+    Sequences and CPU tensors are read at every call. A CUDA tensor is copied to the host once, and
+    again when it has changed (see `host_copy`).
 
     Args:
         cu_seqlens: (documents + 1,) int32 or int64, or a sequence of ints; 0 first, never
             decreasing.
-        device: where a tensor has to be.
+        device: where a tensor has to be, unless it is on the CPU.
         name: what the argument is called, for the error.
     """
-    if isinstance(cu_seqlens, Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"{name} must be one-dimensional and int32 or int64, not "
-                f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-            )
-        if device is not None and cu_seqlens.device != device:
-            raise ValueError(f"{name} is on {cu_seqlens.device}, but q is on {device}")
-        return _tensor_lengths(cu_seqlens, name)
-    return _lengths(list(cu_seqlens), name)
+    if not isinstance(cu_seqlens, Tensor):
+        return _lengths(_offsets(cu_seqlens, name), name)
+    check_tensor(name, cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name} must be one-dimensional and int32 or int64, not "
+            f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if device is not None and cu_seqlens.device != device and cu_seqlens.device.type != "cpu":
+        raise ValueError(f"{name} is on {cu_seqlens.device}, but q is on {device}")
+    if cu_seqlens.device.type == "meta":
+        raise ValueError(f"{name} is on meta: it has no values")
+    return _lengths(host_values(cu_seqlens, name), name)
 
 
 def document_pairs(
-    q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
+    q: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lengths of the documents' queries and keys, within the limits that the user gave."""
-    lengths_q = document_lengths(cu_seqlens_q, q.device, "cu_seqlens_q")
-    lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
+    lengths_k = lengths_q = document_lengths(cu_seqlens_q, q.device, "cu_seqlens_q")
+    if cu_seqlens_k is not cu_seqlens_q:
+        lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
     check_max_seqlen("max_seqlen_q", max_seqlen_q, lengths_q)
     check_max_seqlen("max_seqlen_k", max_seqlen_k, lengths_k)
     return lengths_q, lengths_k
 
 
-_copies: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
+def _offsets(values: Any, name: str) -> tuple[int, ...]:
+    """What a sequence or a NumPy array holds."""
+    elements = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(elements, Sequence) or isinstance(elements, (str, bytes)):
+        raise TypeError(f"{name} must be a tensor or a sequence of integers, not {_shown(values)}")
+    return tuple(check_integer(name, element) for element in elements)
 
 
-def _tensor_lengths(cu_seqlens: Tensor, name: str) -> tuple[int, ...]:
-    if cu_seqlens.is_inference():  # has no version to tell whether it was changed
-        return _lengths(cu_seqlens.tolist(), name)
-    key = id(cu_seqlens)
-    reference, version, lengths = _copies.get(key, (None, -1, ()))
-    if reference is not None and reference() is cu_seqlens and version == cu_seqlens._version:
-        return lengths
-    lengths = _lengths(cu_seqlens.tolist(), name)
-    alive = weakref.ref(cu_seqlens, lambda gone: _forget(key, gone))
-    _copies[key] = alive, cu_seqlens._version, lengths
-    return lengths
-
-
-def _forget(key: int, gone: weakref.ref[Tensor]) -> None:
-    if key in _copies and _copies[key][0] is gone:
-        del _copies[key]
-
-
-def _lengths(offsets: Sequence[int], name: str) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=64)  # layers ask for the same
+def _lengths(offsets: tuple[int, ...], name: str) -> tuple[int, ...]:
     if len(offsets) < 2:
         raise ValueError(f"{name} must have at least two entries, not {list(offsets)}")
     if offsets[0] != 0:

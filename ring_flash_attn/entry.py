@@ -13,6 +13,7 @@ from torch import Tensor
 from . import checks, comm
 from . import routes as _routes  # registers them
 from .attention import QKV, Job
+from .cache import Cache
 from .checks import CuSeqlens, document_lengths
 from .job import Options, Output, run_job, run_on_group, virtual_job
 from .kernels.base import registrations
@@ -46,9 +47,11 @@ def run_batch(
     """Sequences of one length, spread over the group; shards are equal unless seqlen is given."""
     _, world_size = comm.rank_and_size(group)
     opts = Options(**options)
-    q, k, v = _prepare(q, k, v, packed=False)
-    lengths_q = (q.shape[1] * world_size if seqlen is None else int(seqlen),)
-    lengths_k = (k.shape[1] * world_size if seqlen_k is None else int(seqlen_k),)
+    q, k, v = _prepare_shard(q, k, v, packed=False)
+    lengths_q, lengths_k = (
+        (x.shape[1] * world_size if given is None else checks.check_integer(name, given, 0),)
+        for name, given, x in (("seqlen", seqlen, q), ("seqlen_k", seqlen_k, k))
+    )
     same = {"seqlen_q": lengths_q, "seqlen_k": lengths_k, "batch": q.shape[0]}
     problem = make_problem(
         layout,
@@ -71,7 +74,7 @@ def run_local_documents(
     k: Tensor,
     v: Tensor,
     *,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     group: ProcessGroup | None = None,
     **options: Any,
@@ -79,7 +82,7 @@ def run_local_documents(
     """Packed documents, each spread over the group; cu_seqlens is that of a shard, equal on all."""
     _, world_size = comm.rank_and_size(group)
     opts = Options(**options)
-    q, k, v = _prepare(q, k, v, packed=True)
+    q, k, v = _prepare_shard(q, k, v, packed=True)
     local = document_lengths(cu_seqlens, q.device)
     checks.check_max_seqlen("max_seqlen", max_seqlen, local)
     for name, tensor in (("q", q), ("k", k)):
@@ -108,7 +111,7 @@ def run_documents(
     """Packed documents, spread over the group; cu_seqlens is that of the whole stream."""
     _, world_size = comm.rank_and_size(group)
     opts = Options(**options)
-    q, k, v = _prepare(q, k, v, packed=True)
+    q, k, v = _prepare_shard(q, k, v, packed=True)
     lengths_q = document_lengths(cu_seqlens, q.device)
     lengths_k = lengths_q
     if cu_seqlens_k is not None:
@@ -139,8 +142,8 @@ def run_llama3(
     k: Tensor,
     v: Tensor,
     *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -151,13 +154,15 @@ def run_llama3(
     """Packed documents in a stream that is split evenly; each rank knows its own part."""
     rank, world_size = comm.rank_and_size(group)
     opts = Options(**options)
-    q, k, v = _prepare(q, k, v, packed=True)
-    lengths_q = document_lengths(cu_seqlens_q, q.device, "cu_seqlens_q")
-    lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
-    checks.check_max_seqlen("max_seqlen_q", max_seqlen_q, lengths_q)
-    checks.check_max_seqlen("max_seqlen_k", max_seqlen_k, lengths_k)
+    q, k, v = _prepare_shard(q, k, v, packed=True)
+    lengths_q, lengths_k = checks.document_pairs(
+        q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    )
     checks.check_total(lengths_q, q[0], "q", "cu_seqlens_q")
     _check_documents(lengths_q, lengths_k)
+    local_k_slice = checks.check_slice("local_k_slice", local_k_slice)
+    if local_k_slice.step == 0:
+        raise ValueError(f"local_k_slice = {local_k_slice} has a step of 0")
     gathered = range(k.shape[1] * world_size)[local_k_slice]
     if gathered.step != 1 or len(gathered) != sum(lengths_k):
         raise ValueError(
@@ -173,11 +178,11 @@ def run_llama3(
         q.shape[1],
         k.shape[1],
         opts.mask,
-        bottom_right=bool(opts.causal) or q.shape[1] != k.shape[1],
+        bottom_right=opts.causal or q.shape[1] != k.shape[1],
         nheads_k=k.shape[2],
         heads_k_stride=checks.check_heads_k_stride(heads_k_stride, k.shape[2]),
     )
-    same = {"total_q": q.shape[1], "total_k": k.shape[1], "heads_k_stride": heads_k_stride}
+    same = {"total_q": q.shape[1], "total_k": k.shape[1]}
     return run_on_group("all_gather", problem, q, k, v, opts, group, same, packed=True)
 
 
@@ -191,8 +196,8 @@ def run_single_documents(
     k: Tensor,
     v: Tensor,
     *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     block_table: Tensor | None = None,
@@ -200,14 +205,25 @@ def run_single_documents(
 ) -> Output:
     """Packed documents on one device."""
     if block_table is not None:
+        checks.check_tensor("block_table", block_table)
         raise NotImplementedError("block_table: paged keys and values are not supported")
     checks.check_tensor("q", q)
     lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _on_one_device(q, k, v, lengths, options)
 
 
-_ready: dict[tuple[object, ...], Job] = {}  # by all that the checks and the plan depend on
+def run_single_documents_qkv(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: CuSeqlens, max_seqlen: int, **options: Any
+) -> Output:
+    """Packed documents on one device, with as many queries as keys."""
+    lengths = document_lengths(cu_seqlens, q.device)
+    checks.check_max_seqlen("max_seqlen", max_seqlen, lengths)
+    checks.check_total(lengths, q, "qkv", "cu_seqlens")
+    return _on_one_device(q, k, v, (lengths, lengths), options)
+
+
 _READY = 64  # plans of long packs are large
+_ready: Cache[tuple[object, ...], Job] = Cache(_READY)  # by all that checks and plan depend on
 
 
 def _on_one_device(
@@ -232,8 +248,10 @@ def single_job(
 ) -> tuple[Job, QKV]:
     """What does a call on one device, and its tensors; checked and planned once for all like it."""
     packed = lengths is not None
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_tensor(name, tensor)
+    _check_all(q, k, v)
+    for name in ("alibi_slopes", "sink"):
+        if options.get(name) is not None:
+            checks.check_tensor(name, options[name])
     q, k, v = in_autocast_dtype(q, k, v)
     key = _key(q, k, v, lengths, options)
     job = _ready.get(key) if key is not None else None
@@ -252,9 +270,7 @@ def single_job(
     problem = make_problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2])
     job = virtual_job("ring", problem, [shard], opts)
     if key is not None:
-        if len(_ready) >= _READY:
-            _ready.pop(next(iter(_ready)), None)
-        _ready[key] = job
+        _ready.add(key, job)
     return job, shard
 
 
@@ -309,10 +325,23 @@ def run_virtual(
     return run_job(job, shards, opts.sink, opts.return_attn_probs, packed)
 
 
+def _prepare_shard(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
+    """The same, of tensors that can be sent."""
+    q, k, v = _prepare(q, k, v, packed)
+    if q.device.type == "meta":
+        raise ValueError("q, k and v are on meta: there is nothing to send to other ranks")
+    return q, k, v
+
+
+def _check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
+    checks.check_tensor("q", q)
+    checks.check_tensor("k", k)
+    checks.check_tensor("v", v)
+
+
 def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
     """Checked, in autocast's dtype, as (batch, seqlen, nheads, headdim)."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.check_tensor(name, tensor)
+    _check_all(q, k, v)
     q, k, v = in_autocast_dtype(q, k, v)
     checks.check_tensors(q, k, v, packed)
     return (q[None], k[None], v[None]) if packed else (q, k, v)
@@ -387,5 +416,5 @@ def make_problem(
         opts.mask,
         nheads_k,
         checks.check_heads_k_stride(heads_k_stride, nheads_k),
-        checks.check_sources_per_launch(sources_per_launch),
+        checks.check_integer("sources_per_launch", sources_per_launch, 1),
     )

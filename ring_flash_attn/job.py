@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import checks, comm
 from .attention import QKV, Job, Local, attention
-from .kernels.base import Call, choose_kernel
-from .llama3 import Llama3Problem
+from .kernels.base import Call, check_kernel, choose_kernel
+from .llama3 import Llama3Problem, check_parts
 from .path import Path
 from .plan import Problem, Side, make_plan
 from .tiles import Mask
@@ -28,7 +28,7 @@ Output = Tensor | tuple[Tensor, Tensor, None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments that all functions share, as the user gave them."""
+    """The arguments that all functions share: checked, and as plain Python objects."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -37,14 +37,30 @@ class Options:
     alibi_slopes: Tensor | None = None
     deterministic: bool = False
     return_attn_probs: bool = False
-    softcap: float | None = 0.0
+    softcap: float = 0.0
     sink: Tensor | None = None
     kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        checked = {
+            "dropout_p": checks.check_dropout(self.dropout_p),
+            "softmax_scale": checks.check_scale(self.softmax_scale),
+            "window_size": checks.check_window(self.window_size),
+            "softcap": checks.check_softcap(self.softcap),
+        }
+        for name in ("causal", "deterministic", "return_attn_probs"):
+            checked[name] = checks.check_flag(name, getattr(self, name))
+        for name in ("alibi_slopes", "sink"):
+            if getattr(self, name) is not None:
+                checks.check_tensor(name, getattr(self, name))
+        check_kernel(self.kernel)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @property
     def mask(self) -> Mask:
         """Which keys a query sees."""
-        return Mask.of(bool(self.causal), checks.check_window(self.window_size))
+        return Mask.of(self.causal, self.window_size)
 
 
 def _check_shard(problem: AnyProblem, local: Local, q: Tensor, k: Tensor) -> None:
@@ -58,7 +74,8 @@ def _check_shard(problem: AnyProblem, local: Local, q: Tensor, k: Tensor) -> Non
             raise ValueError(
                 f"rank {rank} of {problem.world_size} holds {size} tokens of documents of "
                 f"{_short(lengths)} tokens in layout {problem.layout.name!r}, but {name} has "
-                f"{tensor.shape[1]} (see ring_flash_attn.shard)"
+                f"{tensor.shape[1]}: cu_seqlens and seqlen are those of all ranks together, and "
+                "ring_flash_attn.shard makes the shards"
             )
 
 
@@ -68,7 +85,7 @@ def _short(lengths: Sequence[int]) -> str:
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: AnyProblem) -> Call:
-    """Check what is left of the arguments; everything but dropout's seed."""
+    """Everything but dropout's seed; ValueError for slopes or a sink that do not fit q."""
     slopes = checks.check_alibi(opts.alibi_slopes, q)
     checks.check_sink(opts.sink, q)
     return Call(
@@ -78,21 +95,21 @@ def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: AnyProblem) -
         nheads_k=k.shape[2],
         headdim=q.shape[3],
         headdim_v=v.shape[3],
-        softmax_scale=checks.check_scale(opts.softmax_scale, q.shape[-1]),
+        softmax_scale=q.shape[3] ** -0.5 if opts.softmax_scale is None else opts.softmax_scale,
         mask=opts.mask,
-        softcap=checks.check_softcap(opts.softcap),
+        softcap=opts.softcap,
         alibi_slopes=slopes,
-        dropout_p=checks.check_dropout(opts.dropout_p),
+        dropout_p=opts.dropout_p,
         sink=opts.sink is not None,
-        deterministic=bool(opts.deterministic),
+        deterministic=opts.deterministic,
         packed=not isinstance(problem, Problem) or len(problem.lengths_q) > 1,
-        with_lse=bool(opts.return_attn_probs),
+        with_lse=opts.return_attn_probs,
     )
 
 
 def draw_seed() -> Tensor:
     """From torch's generator, so that seeded runs repeat and checkpoints redraw the same mask."""
-    return torch.randint(1 << 62, (), dtype=torch.int64)
+    return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
 
 
 def run_on_group(
@@ -114,7 +131,14 @@ def run_on_group(
     call = _call(q, k, v, opts, problem)
     kernel = choose_kernel(opts.kernel, call)
     inputs = (q, k, v) if opts.sink is None else (q, k, v, opts.sink)
-    comm.agree(_signature(route, problem, call, kernel.name, inputs, same), group)
+    signature = _signature(route, problem, call, kernel.name, inputs, same)
+    if isinstance(problem, Llama3Problem) and comm.check_mode() == "values":
+        signature += (("RFA_CHECK", "values"),)
+        parts = comm.agree(signature, group, problem.documents)
+        if problem.size_q == problem.size_k:
+            check_parts(parts, problem.size_k)
+    else:
+        comm.agree(signature, group)
     comm.connect(group, q.device)  # whether or not this rank has anything to send
     if call.dropout_p:
         call = replace(call, seed=comm.share_seed(draw_seed(), group, q.device))

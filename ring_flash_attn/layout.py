@@ -93,7 +93,7 @@ def layout_names() -> tuple[str, ...]:
 
 def get_layout(name: str) -> Layout:
     """The layout called `name`; ValueError that lists the choices otherwise."""
-    if name not in _LAYOUTS:
+    if not isinstance(name, str) or name not in _LAYOUTS:
         raise ValueError(f"unknown layout {name!r}; choose one of {', '.join(_LAYOUTS)}")
     return _LAYOUTS[name]
 

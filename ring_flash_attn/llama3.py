@@ -8,13 +8,14 @@ their keys lie in the gathered stream.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from .checks import CuSeqlens, document_lengths
+from .checks import CuSeqlens, check_flag, check_integer, document_lengths
 from .layout import Span
 from .pieces import Piece
 from .plan import Heads, Side
@@ -39,11 +40,14 @@ def llama3_flash_attn_prepare_cu_seqlens(
         like cu_seqlens; of a sequence of ints, int32 and on the CPU.
     """
     lengths = document_lengths(cu_seqlens)
+    causal = check_flag("causal", causal)
+    world_size = check_integer("world_size", world_size, 1)
+    rank = check_integer("rank", rank)
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
     total = offsets[-1]
-    if world_size < 1 or total == 0 or total % world_size:
+    if total == 0 or total % world_size:
         raise ValueError(
             f"cu_seqlens ends at {total}, which must be a positive multiple of {world_size} ranks"
         )
@@ -71,6 +75,29 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     longest_q, longest_k = (max(b - a for a, b in pairwise(cu)) for cu in (cu_q, cu_k))
     return tensor(cu_q), tensor(cu_k), longest_q, longest_k, slice(offsets[left], k_end)
+
+
+def check_parts(parts: Sequence[Sequence[int]], size: int) -> None:
+    """ValueError unless all ranks' `Llama3Problem.documents` are of one packed stream.
+
+    Args:
+        parts: of each rank.
+        size: keys of every rank.
+    """
+    for owner, theirs in enumerate(parts):
+        low, high = owner * size, (owner + 1) * size
+        for rank, ours in enumerate(parts):
+            known = range(max(ours[0], low), min(ours[-1], high))  # both know what begins here
+            found = {x for x in ours[:-1] if x in known}
+            wanted = {x for x in theirs[:-1] if x in known}
+            if found != wanted:
+                token = min(found ^ wanted)
+                has, lacks = (rank, owner) if token in found else (owner, rank)
+                raise ValueError(
+                    f"the ranks have different documents: for rank {has} one begins at token "
+                    f"{token} of the stream, for rank {lacks} none does (cu_seqlens_q, "
+                    f"cu_seqlens_k, local_k_slice)"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +134,11 @@ class Llama3Problem:
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Nobody can tell what the others need."""
         return True
+
+    @property
+    def documents(self) -> list[int]:
+        """Where in the gathered stream the documents here begin, and where the last one ends."""
+        return list(accumulate(self.lengths_k, initial=self.k_start))
 
     @property
     def all_heads(self) -> Heads:

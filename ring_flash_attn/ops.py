@@ -31,17 +31,28 @@ _SINK = 8  # its place among the arguments of the forward
 _TENSORS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 _INTEGERS = ("max_seqlen", "max_seqlen_q", "max_seqlen_k")
 _MAYBE_TENSORS = ("alibi_slopes", "sink")
+_NUMBERS = ("dropout_p", "softmax_scale", "softcap")
+_FLAGS = ("causal", "deterministic", "return_attn_probs")
 
 
 def traceable(**options: Any) -> bool:
-    """Whether an operator can take these; lengths in tensors, for example, are left to Python."""
+    """Whether an operator can take these; lengths in tensors, and errors, are left to Python."""
     for name, value in options.items():
         if name in _TENSORS:
             fits = isinstance(value, Tensor)
         elif name in _INTEGERS:
-            fits = isinstance(value, int)
+            fits = isinstance(value, int) and not isinstance(value, bool)
+        elif name in _FLAGS:
+            fits = isinstance(value, bool)
+        elif name in _NUMBERS:
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+            fits = fits or (value is None and name != "dropout_p")
+        elif name in _MAYBE_TENSORS:
+            fits = value is None or isinstance(value, Tensor)
+        elif name == "window_size":
+            fits = isinstance(value, (tuple, list)) and len(value) == 2
         else:
-            fits = name in _MAYBE_TENSORS or not isinstance(value, Tensor)
+            fits = name == "block_table" or isinstance(value, str)
         if not fits:
             return False
     return options.get("block_table") is None
@@ -86,12 +97,12 @@ def traced(
         draw_seed().to(q.device) if dropout_p else None,
         dropout_p,
         softmax_scale,
-        bool(causal),
+        causal,
         left,
         right,
         softcap or 0.0,
-        bool(deterministic),
-        bool(return_attn_probs),
+        deterministic,
+        return_attn_probs,
         kernel,
     )
     return (out, lse, None) if return_attn_probs else out

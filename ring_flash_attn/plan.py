@@ -251,7 +251,7 @@ def route_names() -> tuple[str, ...]:
 
 def check_route(name: str) -> None:
     """ValueError that lists the choices if there is no route `name`."""
-    if name not in _ROUTES:
+    if not isinstance(name, str) or name not in _ROUTES:
         raise ValueError(f"unknown route {name!r}; choose one of {', '.join(_ROUTES)}")
 
 

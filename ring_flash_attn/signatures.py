@@ -76,7 +76,7 @@ def local_documents(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -218,8 +218,8 @@ def llama3(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     heads_k_stride: int,
@@ -308,8 +308,8 @@ def single_documents(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -360,7 +360,7 @@ def single_documents_qkv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: CuSeqlens,
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -387,15 +387,8 @@ def single_documents_qkv(
     Returns:
         out, (total, nheads, headdim_v); see return_attn_probs for more.
     """
-    return entry.run_single_documents(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        **_options(locals()),
+    return entry.run_single_documents_qkv(
+        q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **_options(locals())
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from . import checks
 from .checks import CuSeqlens, document_lengths
 from .entry import run_virtual
-from .job import Output
+from .job import Options, Output
 from .sharding import shard, unshard
 
 
@@ -47,21 +48,30 @@ def virtual_ring_attention(
         return_attn_probs: return (out, lse, None).
         options: the other arguments of `ring_attention`, except `group`.
     """
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size must be a positive integer, not {world_size!r}")
+    world_size = checks.check_integer("world_size", world_size, 1)
+    Options(return_attn_probs=return_attn_probs, **options)  # before anything is computed
     packed = cu_seqlens is not None
+    if cu_seqlens_k is not None and not packed:
+        raise ValueError("cu_seqlens_k is given without cu_seqlens")
     checks.check_tensors(q, k, v, packed)
-    if cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens
-    lengths_q, lengths_k = (
-        (x.shape[1],) if cu is None else document_lengths(cu, q.device)
-        for x, cu in ((q, cu_seqlens), (k, cu_seqlens_k))
+    lengths_q: tuple[int, ...] = (q.shape[1],)
+    lengths_k: tuple[int, ...] = (k.shape[1],)
+    if cu_seqlens is not None:
+        lengths_k = lengths_q = document_lengths(cu_seqlens, q.device)
+        if cu_seqlens_k is not None:
+            lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
+        checks.check_total(lengths_q, q, "q", "cu_seqlens")
+        checks.check_total(
+            lengths_k, k, "k", "cu_seqlens_k" if cu_seqlens_k is not None else "cu_seqlens"
+        )
+    offsets_q, offsets_k = (
+        [0, *accumulate(lengths)] if packed else None for lengths in (lengths_q, lengths_k)
     )
     shards = []
     for rank in range(world_size):
         parts = [
-            shard(x, layout, cu_seqlens=cu, rank=rank, world_size=world_size)
-            for x, cu in ((q, cu_seqlens), (k, cu_seqlens_k), (v, cu_seqlens_k))
+            shard(x, layout, cu_seqlens=offsets, rank=rank, world_size=world_size)
+            for x, offsets in ((q, offsets_q), (k, offsets_k), (v, offsets_k))
         ]
         shards.append((parts[0], parts[1], parts[2]))
     results = run_virtual(
@@ -78,7 +88,7 @@ def virtual_ring_attention(
     )
     if not return_attn_probs:
         outs = [out for out in results if isinstance(out, Tensor)]
-        return unshard(outs, layout, cu_seqlens=cu_seqlens)
-    out = unshard([result[0] for result in results], layout, cu_seqlens=cu_seqlens)
-    lse = unshard([result[1] for result in results], layout, cu_seqlens=cu_seqlens, dim=-1)
+        return unshard(outs, layout, cu_seqlens=offsets_q)
+    out = unshard([result[0] for result in results], layout, cu_seqlens=offsets_q)
+    lse = unshard([result[1] for result in results], layout, cu_seqlens=offsets_q, dim=-1)
     return out, lse, None

@@ -7,7 +7,8 @@ shard is a contiguous part of any buffer that holds it; kernels see it as (batch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -295,6 +296,24 @@ def _joined(rows: Iterable[slice]) -> list[slice]:
 def _cut(buffers: Iterable[Tensor], rows: Sequence[slice]) -> list[Tensor]:
     """Some rows of each of some rows-first buffers: contiguous, and both ends list them alike."""
     return [buffer[each] for buffer in buffers for each in rows]
+
+
+@contextmanager
+def transports(
+    paths: Sequence[Path], make: Sequence[Callable[[], Transport]]
+) -> Iterator[list[Transport]]:
+    """Each rank's end of the group for a walk; if that fails, what was posted is drained."""
+    made = [each() for each in make]
+    try:
+        yield made
+    except BaseException as error:
+        for path, transport in zip(paths, made, strict=True):
+            steps = [
+                any(move.transfer.source != move.transfer.target for move in moves)
+                for moves in path.moves
+            ]
+            transport.abandon(steps, drain=isinstance(error, Exception))
+        raise
 
 
 def walk(walkers: Sequence[Walker]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,13 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_flash_attn import (
+    flash_attn_func,
+    llama3_flash_attn_prepare_cu_seqlens,
+    llama3_flash_attn_varlen_func,
     ring_attention,
     ring_flash_attn_func,
     ring_flash_attn_varlen_func,
     stripe_flash_attn_func,
+    unshard,
     zigzag_ring_flash_attn_func,
 )
 from ring_flash_attn.comm import agreement
+from ring_flash_attn.kernels.reference import ReferenceKernel
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -90,7 +98,7 @@ def test_ranks_that_disagree_all_get_an_error(ranks: Any) -> None:
     """Within seconds, and each says who has what."""
     started = time.perf_counter()
     said = ranks(3).run(disagree)
-    assert time.perf_counter() - started < 40, "as long as nobody waits for the other's 60 s"
+    assert time.perf_counter() - started < 40, "nobody waits for a timeout"
     assert said[0] == said[1] == said[2], "the same words everywhere"
     ways = {
         "seqlen_q": ["seqlen_q = [24] on ranks 0, 2", "seqlen_q = [18] on rank 1"],
@@ -142,19 +150,15 @@ def store_of(kind: str, port: int, rank: int, n: int) -> Iterator[None]:
 
 def known_here_new_there(rank: int, n: int, kind: str, port: int) -> tuple[str, float]:
     """Rank 0 makes a new call while the others repeat a known one."""
-    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=5))
+    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=2))
     x = tensors(1, 4, 2, 8)
-    patience = agreement.PATIENCE
     with store_of(kind, port, rank, n):
         ring_flash_attn_func(*x, group=group)
-        agreement.PATIENCE = timedelta(seconds=2)
         started = time.perf_counter()
         try:
             ring_flash_attn_func(*x, causal=rank == 0, group=group)
         except (ValueError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}", time.perf_counter() - started
-        finally:
-            agreement.PATIENCE = patience
     raise AssertionError("no error")
 
 
@@ -185,14 +189,9 @@ def test_a_call_that_only_one_rank_knows(ranks: Any, kind: str) -> None:
 
 def failed_before(rank: int, n: int) -> str:
     """Rank 2's own arguments are wrong, so that it never posts anything."""
-    group = dist.new_group(list(range(n)))
-    patience = agreement.PATIENCE
-    agreement.PATIENCE = timedelta(seconds=1)
+    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=1))
     x = tensors(1, 4, 2, 8)
-    try:
-        return error_of(lambda: ring_flash_attn_func(*x, -1.0 if rank == 2 else 0.0, group=group))
-    finally:
-        agreement.PATIENCE = patience
+    return error_of(lambda: ring_flash_attn_func(*x, -1.0 if rank == 2 else 0.0, group=group))
 
 
 def test_a_rank_that_failed_before_is_named(ranks: Any) -> None:
@@ -205,26 +204,198 @@ def test_a_rank_that_failed_before_is_named(ranks: Any) -> None:
 
 def retried(rank: int, n: int, port: int) -> str:
     """Rank 2 is wrong once; then everybody makes the same call. "" if that works."""
-    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=5))
-    patience = agreement.PATIENCE
-    agreement.PATIENCE = timedelta(seconds=2)
+    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=2))
     x = tensors(1, 4, 2, 8)
-    try:
-        with store_of("tcp", port, rank, n):
-            error_of(lambda: ring_flash_attn_func(*x, -1.0 if rank == 2 else 0.0, group=group))
-            dist.barrier()
-            try:
-                ring_flash_attn_func(*x, group=group)
-            except (ValueError, RuntimeError) as error:
-                return f"{type(error).__name__}: {error}"
-            return ""
-    finally:
-        agreement.PATIENCE = patience
+    with store_of("tcp", port, rank, n):
+        error_of(lambda: ring_flash_attn_func(*x, -1.0 if rank == 2 else 0.0, group=group))
+        dist.barrier()
+        if rank < 2:
+            time.sleep(0.5)  # rank 2 is first, and must not read what the others posted before
+        try:
+            ring_flash_attn_func(*x, softcap=3.0, group=group)
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
 
 def test_a_call_can_be_made_again_after_a_failure(ranks: Any) -> None:
     """What ranks posted in the round that failed is not taken for an answer in the next."""
     assert ranks(3).run(retried, free_port()) == ["", "", ""]
+
+
+def late(rank: int, n: int, port: int) -> list[str]:
+    """Rank 1 comes to a call of its own later than PATIENCE; what rank 0 is warned of."""
+    group = dist.new_group(list(range(n)))
+    with (
+        store_of("tcp", port, rank, n),
+        mock.patch.object(agreement, "PATIENCE", timedelta(seconds=0.5)),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        if rank == 1:
+            time.sleep(1.5)
+        ring_flash_attn_func(*tensors(1, 4, 2, 8), group=group)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_late_rank_is_waited_for(ranks: Any) -> None:
+    (warning,), none = ranks(2).run(late, free_port())
+    assert "rank 1 of the group did not come to this call" in warning
+    assert "timeout of 1800 s" in warning, "the group's own"
+    assert none == []
+
+
+def in_two_threads(rank: int, n: int, port: int) -> list[str]:
+    """Two groups, each in a thread of its own; the two ranks begin with different ones."""
+    store = dist.TCPStore("127.0.0.1", port, n, is_master=rank == 0)
+    groups = [dist.new_group(list(range(n)), timeout=timedelta(seconds=5)) for _ in range(2)]
+    names = {id(group): str(i) for i, group in enumerate(groups)}
+    said = ["", ""]
+
+    def use(i: int) -> None:
+        time.sleep(0.5 * (i != rank))
+        try:
+            ring_flash_attn_func(*tensors(1, 4, 2, 8), group=groups[i])
+        except Exception as error:
+            said[i] = f"{type(error).__name__}: {error}"
+
+    def store_of_group(group: dist.ProcessGroup) -> dist.Store:
+        return dist.PrefixStore(names[id(group)], store)
+
+    with mock.patch.object(dist.distributed_c10d, "_get_process_group_store", store_of_group):
+        threads = [threading.Thread(target=use, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        dist.barrier()
+    return said
+
+
+def test_a_thread_that_waits_does_not_block_another_group(ranks: Any) -> None:
+    assert ranks(2).run(in_two_threads, free_port()) == [["", ""], ["", ""]]
+
+
+def many_calls(rank: int, n: int) -> tuple[int, int]:
+    """Signatures remembered, and rounds, after 3 calls, a forgotten one and a known one."""
+    group = dist.new_group(list(range(n)))
+    with mock.patch.object(agreement, "_SIGNATURES", 2):
+        for softcap in (1.0, 2.0, 3.0, 1.0, 3.0):
+            ring_flash_attn_func(*tensors(1, 4, 2, 8), softcap=softcap, group=group)
+    known = agreement._known[group]
+    return len(known.signatures), known.rounds
+
+
+def test_old_calls_are_forgotten(ranks: Any) -> None:
+    assert ranks(2).run(many_calls) == [(2, 4)] * 2
+
+
+class Failing:
+    """The reference kernel, until its n-th launch."""
+
+    def __init__(self, launches: int) -> None:
+        self._left, self._kernel = launches, ReferenceKernel()
+        self.name = "failing"
+
+    def why_not(self, call: Any) -> list[str]:
+        return []
+
+    def forward(self, *args: Any) -> None:
+        if self._left == 0:
+            raise MemoryError("no room for this launch")
+        self._left -= 1
+        self._kernel.forward(*args)
+
+
+def after_a_failure(rank: int, n: int, launches: list[int], mode: str) -> list[str]:
+    """Errors of a call that fails on rank r at launch launches[r], and of two more calls."""
+    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=5))
+    whole = [torch.randn(1, 6 * n, 2, 8, generator=seeded(i)) for i in range(3)]
+    x = [t.chunk(n, 1)[rank].contiguous() for t in whole]
+    said = []
+    options: dict[str, Any] = {"layout": "contiguous", "route": "ring", "sources_per_launch": 1}
+    ring_attention(*x, **options, group=group)
+    for kernel in (Failing(launches[rank]), None, None):
+        choose = mock.patch("ring_flash_attn.job.choose_kernel", return_value=kernel)
+        environment = mock.patch.dict(os.environ, {"RFA_CHECK": mode})
+        with environment, choose if kernel else nullcontext():
+            try:
+                out = ring_attention(*x, **options, group=group)
+            except (ValueError, MemoryError, RuntimeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+            else:
+                want = flash_attn_func(*whole).chunk(n, 1)[rank]
+                said.append("" if torch.allclose(out, want, atol=1e-5) else "wrong")
+    return said
+
+
+def seeded(seed: int) -> torch.Generator:
+    """The same numbers on all ranks."""
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("launch", [0, 1, 2])
+def test_a_call_that_fails_on_all_ranks_leaves_nothing_behind(ranks: Any, launch: int) -> None:
+    """Messages under way are drained, so the next call gets its own."""
+    for said in ranks(3).run(after_a_failure, [launch] * 3, "on"):
+        assert "no room" in said[0]
+        assert said[1:] == ["", ""]
+
+
+def test_calls_after_one_that_failed_in_different_places_are_refused(ranks: Any) -> None:
+    """Rank 0 has posted one step less than the others: what they sent is still under way."""
+    for said in ranks(3).run(after_a_failure, [0, 1, 1], "on"):
+        for message in said[1:]:
+            assert "the call before failed" in message
+            assert "make a new process group" in message
+
+
+def test_without_the_check_a_group_with_messages_under_way_is_refused(ranks: Any) -> None:
+    for said in ranks(3).run(after_a_failure, [0, 0, 0], "off"):
+        assert all("make a new process group" in message for message in said[1:])
+
+
+def backward_after_a_failure(rank: int, n: int) -> tuple[str, bool]:
+    """What a backward pass says after a call that failed; what is gathered after that."""
+    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=5))
+    x = [t.requires_grad_() for t in tensors(1, 6, 2, 8)]
+    out = ring_flash_attn_func(*x, group=group)
+    with (
+        mock.patch("ring_flash_attn.job.choose_kernel", return_value=Failing(0)),
+        pytest.raises(MemoryError),
+    ):
+        ring_attention(*x, layout="contiguous", route="ring", sources_per_launch=1, group=group)
+    said = error_of(out.sum().backward)
+    whole = unshard(torch.full((1, 2), rank), "contiguous", group=group)
+    out.sum().backward()
+    return said, whole.tolist() == [[r for r in range(n) for _ in range(2)]]
+
+
+def test_a_backward_pass_after_a_failure_waits_for_the_ranks_to_meet(ranks: Any) -> None:
+    """It does not ask the others itself; the next call that does finds all of them even."""
+    for said, gathered in ranks(3).run(backward_after_a_failure):
+        assert "make a new process group" in said
+        assert gathered
+
+
+def own_message(rank: int, n: int) -> tuple[bool, bool]:
+    """A user's own message is under way while attention runs: does each get its own?"""
+    group = dist.new_group(list(range(n)))
+    whole = [torch.randn(1, 8 * n, 2, 8, generator=seeded(i)) for i in range(3)]
+    x = [t.chunk(n, 1)[rank].contiguous() for t in whole]
+    received = torch.zeros(8, 1, 2, 8)
+    request = dist.irecv(received, 1, group=group) if rank == 0 else None
+    out = ring_flash_attn_func(*x, group=group)
+    if request is None:
+        dist.send(torch.full_like(received, 7.0), 0, group=group)
+    else:
+        request.wait()
+    want = flash_attn_func(*whole).chunk(n, 1)[rank]
+    return torch.allclose(out, want, atol=1e-5), rank > 0 or bool((received == 7).all())
+
+
+def test_messages_of_users_are_not_taken_for_ours(ranks: Any) -> None:
+    assert ranks(2).run(own_message) == [(True, True)] * 2
 
 
 def cached(rank: int, n: int) -> tuple[int, int, int]:
@@ -273,6 +444,39 @@ def test_the_check_can_compare_documents(ranks: Any) -> None:
         assert re.search(r"cu_seqlens = .* on rank 0", said)
         assert re.search(r"cu_seqlens = .* on rank 1", said)
     assert ranks(2).run(with_mode, "values", "same documents") == ["", ""]
+
+
+def parts_of_llama3(rank: int, n: int, mode: str, streams: list[list[int]]) -> str:
+    """What llama3's function says of ranks that have been told of these streams; "" if nothing."""
+    group = dist.new_group(list(range(n)))
+    documents = llama3_flash_attn_prepare_cu_seqlens(
+        torch.tensor(streams[rank]), causal=True, rank=rank, world_size=n
+    )
+    *lengths, local_k_slice = documents
+    with mock.patch.dict(os.environ, {"RFA_CHECK": mode}):
+        try:
+            for _ in range(2):
+                llama3_flash_attn_varlen_func(
+                    *tensors(4, 2, 8), *lengths, 2, local_k_slice, causal=True, group=group
+                )
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_the_check_can_compare_parts_of_documents(ranks: Any) -> None:
+    pool = ranks(3)
+    same = [[0, 2, 9, 9, 12]] * 3
+    assert pool.run(parts_of_llama3, "values", same) == [""] * 3
+    others = [[0, 2, 12], [0, 2, 12], [0, 2, 3, 12]]
+    assert pool.run(parts_of_llama3, "on", others) == [""] * 3
+    first, *rest = pool.run(parts_of_llama3, "values", others)
+    assert re.search("for rank 2 one begins at token 3 .*, for rank 0 none does", first)
+    assert rest == [first, first]
+    for streams in ([[0, 3, 12], [0, 12], [0, 12]], [[0, 12], [0, 12], [0, 8, 12]]):
+        said = pool.run(parts_of_llama3, "values", streams)
+        assert said[0] == said[1] == said[2]
+        assert ("different documents" in said[0]) == (streams[2] == [0, 12]), said
 
 
 def test_an_unknown_mode_is_an_error(ranks: Any) -> None:

@@ -6,6 +6,7 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plain_library import PlainLibrary
@@ -161,7 +162,7 @@ def test_backward_does_not_ask_for_autocast() -> None:
 
 LIMITS = {
     "tensor": lambda: torch.tensor(21),
-    "float": lambda: 21.0,
+    "number of NumPy": lambda: np.int64(21),
     "number of a tensor": lambda: CU_SEQLENS.diff().max().item(),
 }
 
@@ -176,6 +177,18 @@ def test_what_an_operator_cannot_take_breaks_the_graph(limit: str) -> None:
 
     torch.compiler.reset()
     assert torch.equal(torch.compile(run, backend="aot_eager")(qkv), run(qkv))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("causal", "False"), ("dropout_p", None), ("softcap", True), ("window_size", (1.5, 2))],
+)
+def test_wrong_options_are_named(name: str, value: Any) -> None:
+    q, k, v = _inputs((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
+    torch.compiler.reset()
+    compiled = torch.compile(rfa.flash_attn_func, backend="aot_eager")
+    with pytest.raises((TypeError, ValueError), match=name):
+        compiled(q, k, v, **{name: value})
 
 
 def test_a_tensor_for_a_number_breaks_the_graph() -> None:

@@ -61,6 +61,7 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "q of three dimensions": ({"q": Q[0]}, r"q must be \(batch.*\(8, 4, 6\)"),
     "v of five dimensions": ({"v": V[None]}, r"v must be.*\(1, 2, 8, 2, 6\)"),
     "integers": ({"q": Q.int(), "k": K.int(), "v": V.int()}, "floating point.*int32"),
+    "fp8": ({x: y.to(torch.float8_e4m3fn) for x, y in zip("qkv", (Q, K, V))}, "q.*float8_e4m3fn"),
     "complex": ({"q": Q.cfloat(), "k": K.cfloat(), "v": V.cfloat()}, "complex64"),
     "two dtypes": ({"k": K.double()}, "one dtype.*float32.*float64"),
     "k elsewhere": ({"k": K.to(META)}, "one device.*cpu.*meta"),
@@ -181,7 +182,7 @@ VIRTUAL: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", VIRTUAL)
 def test_wrong_points(what: str) -> None:
     changes, words = VIRTUAL[what]
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         virtual_ring_attention(
             Q, K, V, **{"world_size": 2, "layout": "zigzag", "route": "ring", **changes}
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -29,6 +32,7 @@ from ring_flash_attn import (
     ring_attention,
     ring_flash_attn_func,
     stripe_flash_attn_func,
+    virtual_ring_attention,
     zigzag_llama3_flash_attn_varlen_func,
     zigzag_ring_flash_attn_func,
 )
@@ -471,9 +475,76 @@ def test_inputs_are_left_alone() -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
+    """At the first derivative: one without a graph would drop a gradient penalty silently."""
     sample = plain()
     q = sample.q.requires_grad_()
+    for loss in (torch.sum, lambda out: out.square().sum()):
+        out = flash_attn_func(q, sample.k, sample.v)
+        with pytest.raises(NotImplementedError, match="create_graph=True"):
+            torch.autograd.grad(loss(out), q, create_graph=True)
     out = flash_attn_func(q, sample.k, sample.v)
-    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiated twice"):
-        dq.sum().backward()
+    torch.autograd.grad(out.sum(), q, retain_graph=True)
+    out.sum().backward()
+
+
+def test_alibi_slopes_changed_before_backward_are_noticed() -> None:
+    sample = plain()
+    slopes = torch.rand(sample.q.shape[2])
+    q = sample.q.requires_grad_()
+    out = flash_attn_func(q, sample.k, sample.v, alibi_slopes=slopes)
+    slopes.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_the_default_device_does_not_matter() -> None:
+    """What we need on the host is made there, whatever torch.set_default_device says."""
+    sample = plain()
+    inputs = [x.requires_grad_() for x in (sample.q, sample.k, sample.v)]
+
+    def run() -> list[torch.Tensor]:
+        found = []
+        for layout in ("contiguous", "zigzag"):
+            torch.manual_seed(0)
+            out = virtual_ring_attention(
+                *inputs, world_size=2, layout=layout, route="ring", causal=True, dropout_p=0.5
+            )
+            found += [out, *torch.autograd.grad(out.sum(), inputs)]
+        found.append(flash_attn_func(*inputs, causal=True))
+        return found
+
+    want = run()
+    with torch.device("meta"):
+        got = run()
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_threads_may_share_the_caches() -> None:
+    """More different packs than any cache holds, in several threads at once."""
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        random = Random(seed)
+        try:
+            for _ in range(150):
+                total = random.randint(2, 400)
+                cu = torch.tensor([0, random.randint(1, total - 1), total])
+                x = torch.randn(total, 1, 2)
+                out = flash_attn_varlen_func(x, x, x, cu, cu, total, total, causal=True)
+                first = torch.ones(1, 1, 1) * x[0]
+                assert torch.allclose(out[cu[1]], x[cu[1]], atol=1e-5), "sees itself alone"
+                assert torch.allclose(out[:1], first, atol=1e-5)
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors

@@ -13,7 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import ring_flash_attn as rfa
+from ring_flash_attn.cache import Cache
 from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.kernels.base import load_kernel
+from ring_flash_attn.kernels.kept import Kept
 from ring_flash_attn.layout import layout_names
 from ring_flash_attn.plan import route_names
 
@@ -427,6 +430,93 @@ def _check(found: list[list[dict[str, float]]], dtype: torch.dtype) -> None:
             assert all(error < TOLERANCE[dtype] for error in case.values()), (rank, case)
 
 
+_ANY_STREAM = pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [("triton", torch.bfloat16), ("triton", torch.float32), ("fa2", torch.bfloat16)],
+    ids=["hopper", "portable", "fa2"],
+)
+
+
+def _packed_gradients(x: torch.Tensor, lengths: list[int], kernel: str) -> list[torch.Tensor]:
+    """out and gradient of packed documents; cu_seqlens come from the host."""
+    cu = [0, *itertools.accumulate(lengths)]
+    x = x.detach().requires_grad_()
+    out = rfa.virtual_ring_attention(
+        x, x, x, world_size=2, layout="zigzag", route="ring", cu_seqlens=cu, causal=True,
+        kernel=kernel,
+    )  # fmt: skip
+    return [out.detach(), *torch.autograd.grad(out.sum(), x)]
+
+
+@_ANY_STREAM
+def test_one_plan_on_two_streams_of_which_one_is_held_back(kernel: str, dtype: torch.dtype) -> None:
+    """The second stream's kernels read tables whose copy the first has only queued."""
+    x = torch.randn(1000, 4, 64, device="cuda", dtype=dtype)
+    _packed_gradients(x, [500, 500], kernel)  # compiles
+    lengths = [301, 2, 697]  # a new plan
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    found = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            if stream is streams[0]:
+                torch.cuda._sleep(10**9)  # more than half a second
+            found.append(_packed_gradients(x, lengths, kernel))
+    torch.cuda.synchronize()
+    want = _packed_gradients(x, lengths, kernel)
+    for got in found:
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@_ANY_STREAM
+def test_evicted_tables_outlive_the_kernels_of_other_streams(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, dtype: torch.dtype
+) -> None:
+    """More plans than are kept, while a stream that is held back has yet to read its tables."""
+    from ring_flash_attn.kernels import fused_merge
+    from ring_flash_attn.kernels.triton import launcher, tables
+
+    def small() -> Kept:
+        kept: Kept = Kept()
+        kept._newest = Cache(2, kept._retire)
+        return kept
+
+    monkeypatch.setattr(tables, "_tables", small())
+    monkeypatch.setattr(fused_merge, "_bits", small())
+    monkeypatch.setattr(launcher, "_launches", Cache(1))
+    if kernel == "fa2":
+        monkeypatch.setattr(load_kernel(kernel), "_launches", small())
+    x = torch.randn(1000, 4, 64, device="cuda", dtype=dtype)
+    lengths = [301, 2, 697]
+    want = _packed_gradients(x, lengths, kernel)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**9)
+        got = _packed_gradients(x, lengths, kernel)
+    for first in range(1, 30):  # evicts, and takes the memory of what was evicted
+        _packed_gradients(x, [first, 1000 - first], kernel)
+    torch.cuda.synchronize()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "triton", "native", "reference"])
+def test_the_default_device_may_be_the_gpu(kernel: str) -> None:
+    x = torch.randn(600, 4, 64, device="cuda", dtype=torch.bfloat16)
+    want = _packed_gradients(x, [123, 477], kernel)
+    torch.set_default_device("cuda")
+    try:
+        got = _packed_gradients(x, [122, 478], kernel)
+        got = _packed_gradients(x, [123, 477], kernel)
+        rfa.flash_attn_func(x[None], x[None], x[None], dropout_p=0.1, kernel="triton")
+    finally:
+        torch.set_default_device(None)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 _OVER_A_GROUP = pytest.mark.parametrize(
     ("kernel", "dtype"),
     [("reference", torch.float64), ("triton", torch.bfloat16), ("fa2", torch.bfloat16)],
@@ -470,3 +560,45 @@ def test_no_host_synchronisation(kernel: str) -> None:
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cu_seqlens_on_the_cpu() -> None:
+    """Read at every call, without waiting for the device, whoever wrote to it."""
+    q, k, v, _ = _inputs(torch.bfloat16)
+    offsets = torch.tensor(CU_SEQLENS, dtype=torch.int32)
+
+    def run(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return rfa.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 133, 133, causal=True)
+
+    others = torch.tensor([0, 64, 64, 70, 100, 133], dtype=torch.int32)
+    expected = [run(x.cuda()) for x in (offsets, others)]
+    run(offsets)  # tables of the plan
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [run(offsets)]
+        offsets.numpy()[:] = others.numpy()
+        found.append(run(offsets))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_cu_seqlens_written_behind_the_version() -> None:
+    """The next call but one says so; who goes on gets right results."""
+    q, k, v, _ = _inputs(torch.bfloat16)
+    first, second = (
+        torch.tensor(offsets, device="cuda") for offsets in ([0, 37, 42, 133], [0, 64, 128, 133])
+    )
+
+    def run(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return rfa.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 133, 133, causal=True)
+
+    buffer = first.clone()
+    assert torch.equal(run(buffer), run(first))
+    buffer.data.copy_(second)
+    run(buffer)  # nobody can know yet
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=r"cu_seqlens_q for \[0, 37, 42, 133\].*\[0, 64, 128"):
+        run(first)
+    assert torch.equal(run(buffer), run(second))

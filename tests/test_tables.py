@@ -74,3 +74,18 @@ def test_much_work_in_half_blocks(length: int, halves: bool) -> None:
 
     made = table(_tiles([length], None), 128, 128, False, torch.device("cpu"))
     assert made.halves is halves
+
+
+def test_tables_are_made_on_the_host_whatever_the_default_device_is() -> None:
+    from ring_flash_attn.kernels.fused_merge import _bits_of
+    from ring_flash_attn.kernels.merge import Rows
+    from ring_flash_attn.kernels.triton.tables import table
+
+    cpu = torch.device("cpu")
+    tiles = _tiles([40, 3], None)
+    with torch.device("meta"):
+        made = table(tiles, 16, 16, False, cpu)
+        bits = _bits_of([Rows(1, 3, 2)], 0, 4, cpu)
+    assert made.blocks.device == made.tiles.device == bits.device == cpu
+    assert made.blocks[:, 1].sum() == 43
+    assert bits.tolist() == [0, 2, 2, 0]

@@ -63,6 +63,9 @@ class _Counter:
     def wait(self) -> None:
         """Nothing is under way."""
 
+    def abandon(self, steps: Sequence[bool], drain: bool) -> None:
+        """Nobody else is there."""
+
     def why_not(self, call: Call) -> list[str]:
         return []
 

@@ -241,6 +241,9 @@ class ReplayTransport:
             self._join()
             self._join = None
 
+    def abandon(self, steps: Sequence[bool], drain: bool) -> None:
+        """Nobody else is there."""
+
 
 def sizes(messages: Sequence[Message]) -> tuple[int, int]:
     """Bytes sent and received."""

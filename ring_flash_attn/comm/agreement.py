@@ -4,15 +4,21 @@ Ranks that disagree would hang or, worse, mix up each other's data. So the first
 call of some signature it posts the signature to the group's store, waits for those of the others,
 and compares. After that the signature is known and costs nothing.
 
+A rank that is late is waited for as long as the group waits for a collective; after `PATIENCE` a
+warning says who is missing.
+
 `RFA_CHECK=off` turns this off; `RFA_CHECK=values` compares the values of cu_seqlens as well, which
-costs a round over the store for every new cu_seqlens.
+costs a round over the store for every new cu_seqlens, and for every call of the llama3 functions,
+where a rank knows its own part alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,24 +26,41 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ..cache import Cache
 from ..trace import span
 
 MODES = ("off", "on", "values")
 PATIENCE = timedelta(seconds=60)
+_GET = timedelta(seconds=10)  # for a key that was there a moment ago
+_SIGNATURES = 1024  # remembered in a group; each is one or two kilobytes
 
 Signature = tuple[tuple[str, object], ...]  # name and value of all that has to be equal
 
 
 class _Known:
-    """What this rank has agreed upon in one group."""
+    """What this rank has agreed upon in one group.
 
-    def __init__(self, life: int) -> None:
-        self.life = life  # how often this rank has made a group on this store
-        self.signatures: set[Signature] = set()
+    Attributes:
+        store: a connection of our own, so that waiting blocks no other thread's use of the store.
+        life: how often this rank has made a group on this store.
+        signatures: of calls that all ranks have made. All add them in the same order, so the same
+            ones are forgotten everywhere.
+        rounds: over the store.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        shared: Any = dist.distributed_c10d._get_process_group_store(group)
+        self.store = shared.clone()
+        self.store.set_timeout(_GET)
+        self.life = self.store.add(f"ring_flash_attn/lives/{dist.get_rank(group)}", 1)
+        self.signatures: Cache[Signature, bool] = Cache(_SIGNATURES)
         self.rounds = 0
 
 
 _known: WeakKeyDictionary[ProcessGroup, _Known] = WeakKeyDictionary()
+_failed: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()  # how far the last call got
+_FAILED = "the call before failed"
+_NEW_GROUP = "messages of a call that failed may still be under way: make a new process group"
 
 
 def check_mode() -> str:
@@ -48,72 +71,137 @@ def check_mode() -> str:
     return mode
 
 
-def agree(signature: Signature, group: ProcessGroup) -> None:
+def call_failed(group: ProcessGroup, progress: str) -> None:
+    """Note that a call ended in the middle: the next one asks whether it did on all ranks."""
+    _failed[group] = progress
+
+
+def refuse_after_failure(group: ProcessGroup) -> None:
+    """ValueError if a call has failed, and no later one has found out that all ranks are even."""
+    if group in _failed:
+        raise ValueError(_NEW_GROUP)
+
+
+def agree(signature: Signature, group: ProcessGroup, part: object = None) -> list[Any]:
     """Return if every rank of the group makes a call of this signature.
 
+    Args:
+        signature: what has to be equal.
+        group: the ranks.
+        part: what may differ, for JSON; if there is one, the ranks meet at every call.
+
+    Returns:
+        All ranks' parts, if there are parts.
+
     Raises:
-        ValueError: on every rank, naming who has what, if they differ; after 60 s, naming who
-            posted what and who posted nothing, if some rank does not take part.
+        ValueError: on every rank, naming who has what, if they differ; after the group's timeout,
+            naming who posted what and who posted nothing, if some rank does not take part; if an
+            earlier call has left messages behind on some ranks.
     """
-    if check_mode() == "off" or dist.get_world_size(group) == 1:
-        return
-    if group not in _known:
-        _known[group] = _Known(
-            _store(group).add(f"ring_flash_attn/lives/{dist.get_rank(group)}", 1)
-        )
-    known = _known[group]
-    if signature in known.signatures:
-        return
+    if dist.get_world_size(group) == 1:
+        return []
+    if check_mode() == "off":
+        refuse_after_failure(group)
+        return []
+    failed = _failed.get(group)
+    known = _known.get(group)
+    if known is None:
+        known = _known[group] = _Known(group)
+    elif failed is None and part is None and known.signatures.get(signature):
+        return []
+    fields = dict(signature) if failed is None else {**dict(signature), _FAILED: failed}
     with span("ask whether all ranks make this call"):
-        posted = _exchange(json.dumps(dict(signature)), group, known)
-    if len(set(posted.values())) > 1 or len(posted) < dist.get_world_size(group):
-        raise ValueError(_describe(posted, dist.get_world_size(group)))
-    known.signatures.add(signature)
+        posted = _exchange(json.dumps([fields, part]), group, known)
+    calls = {rank: fields for rank, (fields, _) in posted.items()}
+    first = next(iter(calls.values()))
+    if len(calls) < dist.get_world_size(group) or any(call != first for call in calls.values()):
+        if any(_FAILED in call for call in calls.values()):
+            _failed.setdefault(group, "on other ranks")
+        raise ValueError(_describe(calls, group))
+    _failed.pop(group, None)  # at the same place on all ranks: nothing is left of it
+    known.signatures.add(signature, True)
+    return [posted[rank][1] for rank in sorted(posted)]
 
 
-def _store(group: ProcessGroup) -> Any:
-    return dist.distributed_c10d._get_process_group_store(group)
-
-
-def _exchange(text: str, group: ProcessGroup, known: _Known) -> dict[int, str]:
-    """Post ours, and read what the others post within our patience."""
-    store = _store(group)
+def _exchange(text: str, group: ProcessGroup, known: _Known) -> dict[int, Any]:
+    """Post ours, and read what the others post within the group's timeout."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    store = known.store
     known.rounds += 1
     keys = [f"ring_flash_attn/{known.life}/{known.rounds}/{r}" for r in range(world_size)]
     store.set(keys[rank], text)
-    try:
-        store.wait(keys, PATIENCE)
-    except RuntimeError:  # DistStoreError, or a FileStore's plain one
-        keys = [key for key in keys if store.check([key])]
-    posted = {int(key.rsplit("/", 1)[1]): store.get(key).decode() for key in keys}
+    posted = _read(keys, group, store)
     if len(posted) == world_size:  # all are here, so all have read the round before
         store.delete_key(f"ring_flash_attn/{known.life}/{known.rounds - 1}/{rank}")
-    else:
-        known.rounds -= 1  # whoever missed this round would start with it: so do we, next time
+    else:  # whoever missed this round would start with it: so do we, next time
+        store.delete_key(keys[rank])
+        known.rounds -= 1
     return posted
 
 
-def _describe(posted: Mapping[int, str], world_size: int) -> str:
+def _read(keys: Sequence[str], group: ProcessGroup, store: Any) -> dict[int, Any]:
+    """What each rank has posted, of those that come within the group's timeout."""
+    timeout = group_timeout(group)
+    patience = min(PATIENCE, timeout / 2)
+    posted: dict[int, Any] = {}  # also of ranks that leave before us, and take their word with them
+    for seconds in (patience, timeout - patience):
+        with contextlib.suppress(RuntimeError):  # DistStoreError, or a FileStore's plain one
+            store.wait(keys, seconds)
+        here = {r: text for r, key in enumerate(keys) if (text := _get(store, key)) is not None}
+        posted |= {r: json.loads(text) for r, text in here.items()}
+        if len(here) == len(keys):
+            break
+        if seconds is patience:
+            late = [r for r in range(len(keys)) if r not in here]
+            warnings.warn(
+                f"ring_flash_attn: {_ranks(late)} of the group did not come to this call within "
+                f"{patience.total_seconds():g} s; waiting for the group's timeout of "
+                f"{timeout.total_seconds():g} s",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return posted
+
+
+def _get(store: Any, key: str) -> str | None:
+    """What is posted there; None if it is not, or not any more."""
+    try:
+        text: bytes = store.get(key) if store.check([key]) else b""
+    except RuntimeError:  # removed in between
+        return None
+    return text.decode() or None  # a TCPStore answers so if it was removed in between
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """How long the group's collectives wait for a rank."""
+    found = []
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        found.append(getattr(options, "_timeout", dist.default_pg_timeout))
+    return min(found, default=dist.default_pg_timeout)
+
+
+def _describe(calls: Mapping[int, dict[str, object]], group: ProcessGroup) -> str:
     """Who has what, field by field; only the fields that differ."""
-    silent = [rank for rank in range(world_size) if rank not in posted]
-    signatures = {rank: json.loads(text) for rank, text in posted.items()}
+    silent = [rank for rank in range(dist.get_world_size(group)) if rank not in calls]
     lines = []
-    fields = sorted({field for signature in signatures.values() for field in signature})
-    for field in fields:
+    for field in sorted({field for call in calls.values() for field in call}):
         ranks: dict[str, list[int]] = {}
-        for rank, signature in signatures.items():
-            ranks.setdefault(json.dumps(signature.get(field)), []).append(rank)
+        for rank, call in calls.items():
+            ranks.setdefault(json.dumps(call.get(field)), []).append(rank)
         if len(ranks) > 1:
             lines += [f"{field} = {value} on {_ranks(who)}" for value, who in ranks.items()]
+            if field == _FAILED:
+                lines.append(_NEW_GROUP)
     if silent:
-        calls: dict[str, list[int]] = {}
-        for rank, text in posted.items():
-            calls.setdefault(text, []).append(rank)
-        lines += [f"{_ranks(who)} posted {call}" for call, who in calls.items()]
+        texts: dict[str, list[int]] = {}
+        for rank, call in calls.items():
+            texts.setdefault(json.dumps(call), []).append(rank)
+        lines += [f"{_ranks(who)} posted {text}" for text, who in texts.items()]
+        seconds = group_timeout(group).total_seconds()
         lines.append(
-            f"{_ranks(silent)} posted nothing within {PATIENCE.total_seconds():.0f} s: not in this "
-            "call at all, failed before it, or in a call with arguments agreed upon earlier"
+            f"{_ranks(silent)} posted nothing within {seconds:.0f} s: not in this call at all, "
+            "failed before it, or in a call with arguments agreed upon earlier"
         )
     return "the ranks of the group do not make the same call:\n  " + "\n  ".join(lines)
 

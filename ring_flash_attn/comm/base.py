@@ -31,3 +31,12 @@ class Transport(Protocol):
     def wait(self) -> None:
         """Later work (of the current stream, on a GPU) sees what was posted as done."""
         ...
+
+    def abandon(self, steps: Sequence[bool], drain: bool) -> None:
+        """The call has failed, and nothing more will be posted.
+
+        Args:
+            steps: whether there are messages, for each post of the whole call.
+            drain: wait for what was posted.
+        """
+        ...

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..trace import span
+from .agreement import agree, call_failed, refuse_after_failure
 from .base import Message
 
+_TAG = 0x524641  # on gloo: a user's own messages in the group, with another tag, are not ours
 _connected: WeakSet[ProcessGroup] = WeakSet()  # NCCL groups that have run a collective of ours
 
 
@@ -69,6 +71,7 @@ def gather_shards(
     local: Tensor, shapes: Sequence[tuple[int, ...]], group: ProcessGroup
 ) -> list[Tensor]:
     """Every rank's contiguous tensor, on every rank; shapes may differ."""
+    agree((("gathered", str(local.dtype)), ("shapes", tuple(shapes))), group)
     connect(group, local.device)
     transport = DistributedTransport(group, local.device)
     rank = dist.get_rank(group)
@@ -91,7 +94,8 @@ class DistributedTransport:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        refuse_after_failure(group)
+        self._group, self._posted = group, 0
         self._gloo = _is_gloo(group, device)
         self._staged = self._gloo and device.type != "cpu"
         self._requests: list[Any] = []
@@ -106,16 +110,18 @@ class DistributedTransport:
                 self._stage(message) if self._staged else message.tensor,
                 group=self._group,
                 group_peer=message.peer,
+                tag=_TAG if self._gloo else 0,
             )
             for message in sorted(messages, key=lambda message: not message.receive)
             if message.tensor.numel()
         ]
         if operations:
             self._requests = dist.batch_isend_irecv(operations)
+        self._posted += 1
 
     def _stage(self, message: Message) -> Tensor:
         tensor = message.tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         if message.receive:
             self._arrivals.append((tensor, host))
         else:
@@ -124,8 +130,20 @@ class DistributedTransport:
 
     def wait(self) -> None:
         """Make the current stream (with gloo: the host) wait for what was posted."""
-        for request in self._requests:
+        requests, self._requests = self._requests, []
+        for request in requests:
             request.wait()
         for tensor, host in self._arrivals:
             tensor.copy_(host)  # from pinned memory; returns when the copy is done
-        self._requests, self._arrivals, self._sent = [], [], []
+        self._arrivals, self._sent = [], []
+
+    def abandon(self, steps: Sequence[bool], drain: bool) -> None:
+        """Where other ranks may wait for messages that will not come, the next call asks them."""
+        left = any(steps[self._posted :])
+        try:
+            if drain:
+                self.wait()
+        except RuntimeError:
+            drain = False
+        if left or not drain:
+            call_failed(self._group, f"after {self._posted} of {len(steps)} steps were posted")

@@ -35,6 +35,9 @@ class VirtualTransport:
             message.tensor.copy_(sent)
         self._expected.clear()
 
+    def abandon(self, steps: Sequence[bool], drain: bool) -> None:
+        """The mail goes with the call."""
+
 
 def virtual_transports(world_size: int) -> list[VirtualTransport]:
     """The ends of `world_size` ranks that share one mail."""

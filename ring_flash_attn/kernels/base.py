@@ -284,7 +284,7 @@ def kernel_names() -> tuple[str, ...]:
 def check_kernel(name: str) -> None:
     """ValueError that lists the choices if there is no kernel `name`."""
     choices = (AUTO, NATIVE, *_ENTRIES)
-    if name not in choices:
+    if not isinstance(name, str) or name not in choices:
         raise ValueError(f"unknown kernel {name!r}; choose one of {', '.join(choices)}")
 
 

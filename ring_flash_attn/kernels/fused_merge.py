@@ -98,7 +98,7 @@ def _bits_of(rows: Sequence[Rows], start: int, end: int, device: torch.device) -
     """(end − start,) int8: the bits of each row; plans hand out the same rows each time."""
 
     def make() -> Tensor:
-        bits = torch.zeros(end - start, dtype=torch.int8)
+        bits = torch.zeros(end - start, dtype=torch.int8, device="cpu")
         for each in rows:
             bits[each.start - start : each.end - start] = each.bits
         return to_device(bits, device)

@@ -260,7 +260,9 @@ class Launch:
 
 
 def _index(rows: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    return to_device(torch.cat([torch.arange(start, end) for start, end in rows]), device)
+    return to_device(
+        torch.cat([torch.arange(start, end, device="cpu") for start, end in rows]), device
+    )
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -281,7 +283,8 @@ def _block(call: LibraryCall, device: torch.device) -> Block:
         return Block(call.window, None, None, longest_q, longest_k)
     cu_q, cu_k = _offsets(call)
     cu_seqlens_q, cu_seqlens_k = (
-        to_device(torch.tensor(offsets, dtype=torch.int32), device) for offsets in (cu_q, cu_k)
+        to_device(torch.tensor(offsets, dtype=torch.int32, device="cpu"), device)
+        for offsets in (cu_q, cu_k)
     )
     longest_q, longest_k = (max(b - a for a, b in pairwise(offsets)) for offsets in (cu_q, cu_k))
     gaps = any(a == b for offsets in (cu_q, cu_k) for a, b in pairwise(offsets))

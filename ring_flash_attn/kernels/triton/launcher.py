@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...cache import Cache
 from ..base import Call
 from ..dropout import threshold
 from .config import Blocks, bulk_copies
@@ -120,7 +121,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-_launches: dict[tuple[object, ...], _Launch] = {}
+_launches: Cache[tuple[object, ...], _Launch] = Cache(_KEPT)
 
 
 def launch(
@@ -211,9 +212,7 @@ def first(
         is_descriptor = not isinstance(kept[i], Tensor)
         kept[i] = _with_base(None, kept[i]) if is_descriptor else None
         descriptors += is_descriptor
-    if len(_launches) >= _KEPT:
-        _launches.pop(next(iter(_launches)), None)
-    _launches[key] = _Launch(compiled[grid], tuple(kept), descriptors, work)
+    _launches.add(key, _Launch(compiled[grid], tuple(kept), descriptors, work))
 
 
 def _base(x: Any) -> Tensor:

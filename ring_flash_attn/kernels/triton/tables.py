@@ -119,4 +119,4 @@ def _columns(i: int, rows: int, item: tuple[Span, Span, int, int, int]) -> int:
 
 
 def _on(device: torch.device, rows: list[list[int]]) -> Tensor:
-    return to_device(torch.tensor(rows, dtype=torch.int32), device)
+    return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ....tiles import Tile
 from ...base import Call, Grads, Saved, State
-from ...kept import capturing
+from ...kept import capturing, stream_handle
 from ..launcher import (
     INTERPRETED,
     again,
@@ -34,7 +33,7 @@ _MAX_HEADDIM = 256
 _HALF = 64  # rows of a consumer
 _PIECE = 64  # columns of dQ that are added at once, where heads are wide
 _COPIES = 4  # of what is known of rows
-_COUNTERS = 1024  # launches that may be under way together
+_COUNTERS = 1024  # launches of captured graphs whose counters need not be set to zero
 _REGISTERS = 168  # of a thread when a kernel begins; groups of warps exchange them later
 _ROWS = 256  # of a program of the small kernel
 _LONGEST = 1.25  # of a program's share of the work: longer pieces are split
@@ -448,22 +447,22 @@ def free_processors(device: torch.device) -> int:
 def counter(device: torch.device) -> Tensor:
     """A zero, which the kernel that gets it leaves behind as one.
 
-    Kernels that run at the same time get different ones: a captured graph, which may run at any
-    time, its own. It is zero already, unless there are no more of these, or none yet: then the
-    graph sets one to zero.
+    Kernels that run at the same time get different ones: every stream has its own, and so has
+    every launch of a captured graph, which may run at any time. It is zero already, unless there
+    are no more of these, or none yet: then the graph sets one to zero.
     """
     if capturing(device):
         spare = _spare.get(device)
         return spare.pop() if spare else torch.zeros(1, dtype=torch.int32, device=device)
-    return next(_counters(device))
+    return _counter(device, stream_handle(device))
 
 
 @cache
-def _counters(device: torch.device) -> Iterator[Tensor]:
-    zeros = torch.zeros(2 * _COUNTERS, 4, dtype=torch.int32).to(device)  # 16 bytes apart
-    made = zeros[:, :1].unbind()
-    _spare[device] = list(made[_COUNTERS:])
-    return cycle(made[:_COUNTERS])
+def _counter(device: torch.device, stream: int) -> Tensor:
+    if device not in _spare:  # a blocking copy: no stream has to wait for it
+        zeros = torch.zeros(_COUNTERS, 4, dtype=torch.int32, device="cpu").to(device)
+        _spare[device] = list(zeros[:, :1].unbind())  # 16 bytes apart
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 _spare: dict[torch.device, list[Tensor]] = {}  # for graphs that are to be captured

@@ -1,0 +1,136 @@
+"""Values of small CUDA tensors on the host, without a synchronisation for every read.
+
+The first read of a tensor copies it, which waits for the GPU. As long as the same tensor comes back
+at the same version, later reads return that copy. A version is no proof, though: `dist.broadcast`
+and other collectives, `.data` and DLPack aliases write without raising it. So every later read also
+queues a copy to pinned memory, which nobody waits for; once it has arrived it is compared, and a
+later read raises an error if the tensor had changed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """What a tensor held at a version, at an address."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    address: int
+    values: tuple[int, ...]
+
+    def is_of(self, tensor: Tensor) -> bool:
+        return (
+            self.tensor() is tensor
+            and self.version == tensor._version
+            and self.address == tensor.data_ptr()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """A copy under way: what has to be in it, and whether it has arrived."""
+
+    name: str
+    copy: _Copy
+    host: Tensor
+    arrived: Callable[[], bool]
+
+
+_copies: dict[int, _Copy] = {}  # by id of the tensor, as long as it lives
+_checks: deque[_Check] = deque()  # in the order in which they were queued
+_lock = threading.Lock()
+
+
+def host_values(tensor: Tensor, name: str) -> tuple[int, ...]:
+    """The integers in a one-dimensional tensor; never stale for a tensor on the CPU.
+
+    Args:
+        tensor: one-dimensional, of integers.
+        name: what the argument is called, for the error.
+
+    Raises:
+        RuntimeError: a tensor was written to without a new version, and a call before this one has
+            used what it held earlier.
+    """
+    if not _is_far(tensor) or tensor.is_inference():  # an inference tensor has no version
+        return _read(tensor)
+    if _capturing(tensor):  # a graph keeps the plan of its capture; events cannot be asked now
+        copy = _copies.get(id(tensor))
+        return copy.values if copy and copy.is_of(tensor) else _read(tensor)
+    raise_if_stale()
+    key = id(tensor)
+    copy = _copies.get(key)
+    if copy is not None and copy.is_of(tensor):
+        _checks.append(_Check(name, copy, *_start_copy(tensor)))
+        return copy.values
+    version, address = tensor._version, tensor.data_ptr()
+    values = _read(tensor)
+    alive = weakref.ref(tensor, lambda gone: _forget(key, gone))
+    _copies[key] = _Copy(alive, version, address, values)
+    return values
+
+
+def raise_if_stale() -> None:
+    """RuntimeError if one of the copies that have arrived is not what a call took it for."""
+    with _lock:
+        while _checks and _checks[0].arrived():
+            check = _checks.popleft()
+            now = tuple(check.host.tolist())
+            if now == check.copy.values:
+                continue
+            tensor = check.copy.tensor()
+            if tensor is not None:
+                _copies.pop(id(tensor), None)
+            _checks.clear()
+            raise RuntimeError(
+                f"an earlier call took {check.name} for {_short(check.copy.values)}, but it held "
+                f"{_short(now)}: the tensor was written to without a new version, as collectives "
+                f"(dist.broadcast), .data and DLPack aliases do. The results of that call are "
+                f"wrong. Pass {check.name} as a list or a CPU tensor, which is read at every call, "
+                f"or as a new tensor whenever it changes"
+            )
+
+
+def _short(values: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, values[:8]))
+    return f"[{shown}, … ({len(values)} values)]" if len(values) > 8 else f"[{shown}]"
+
+
+def _is_far(tensor: Tensor) -> bool:
+    """Whether reading it waits for a queue of work, and its copies can be checked later."""
+    return tensor.is_cuda
+
+
+def _read(tensor: Tensor) -> tuple[int, ...]:
+    """Its elements; from a GPU, once that is done with all that was queued before."""
+    return tuple(tensor.tolist())
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _start_copy(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """A copy in pinned memory, and whether it has arrived there."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    stream, event = torch.cuda.current_stream(tensor.device), torch.cuda.Event()
+    host.copy_(tensor, non_blocking=True)
+    tensor.record_stream(stream)  # the caller may drop it before the copy is done
+    event.record(stream)
+    return host, event.query
+
+
+def _forget(key: int, gone: weakref.ref[Tensor]) -> None:
+    copy = _copies.get(key)
+    if copy is not None and copy.tensor is gone:
+        _copies.pop(key, None)
