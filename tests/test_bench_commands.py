@@ -205,7 +205,7 @@ def test_a_gate_on_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         base = Row("compare", "SDPA math", "both", of.to_dict(), failed="out of memory")
         return [base, Row("compare", "reference", "both", of.to_dict(), {}, (1.0,), 1.0)]
 
-    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
+    monkeypatch.setattr("ring_flash_attn.bench.measure.measure", measured)
     path = tmp_path / "compare.json"
     beside = ("--versus", "SDPA math", "--device", "cpu")
     result = rfa("compare", *TINY, *beside, "--gate", "--json", str(path))
@@ -220,7 +220,7 @@ def test_a_gate_on_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     named = rfa("compare", "reference", "fa2", *TINY, *beside, "--min-speed", "0.4")
     assert named.exit_code == 1, named.output
     assert "fa2, both: it failed" in named.output, "it was asked for"
-    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", without_baseline)
+    monkeypatch.setattr("ring_flash_attn.bench.measure.measure", without_baseline)
     failed = rfa("compare", *TINY, *beside, "--gate")
     assert failed.exit_code == 1, failed.output
     assert "reference, both: the baseline failed" in failed.output

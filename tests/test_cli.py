@@ -348,7 +348,7 @@ def test_what_a_kernel_cannot_do_is_neither_right_nor_wrong(broken: str) -> None
 def test_a_kernel_that_can_do_nothing_is_refused_before_the_start(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ring_flash_attn.cli.verify.check_all", pytest.fail)
+    monkeypatch.setattr("ring_flash_attn.cli.verifying.checker.check_all", pytest.fail)
     arguments = ("verify", "ring_flash_attn_func", "--device", "cpu", "--kernel", "reference")
     for wrong, words in (
         (("--kernel", broken, "--feature", "sink"), ("kernel 'broken' can", "no sinks here")),
