@@ -84,7 +84,11 @@ def without_gradients(preset: str | None, no_grad: bool) -> bool:
 def _start(preset: str | None) -> Workload:
     from ..bench.workload import PRESETS, Workload
 
-    return Workload() if preset is None else PRESETS[preset]
+    if preset is None:
+        return Workload()
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    return PRESETS[preset]
 
 
 def _changed(start: Workload, changes: dict[str, Any]) -> Workload:
