@@ -2,31 +2,75 @@
 
 Three independent choices make an algorithm: layout (who holds which tokens), route (what travels),
 kernel (who does the arithmetic). `ring_attention` takes all three; the other functions are points.
+
+The public names are loaded when one of them is first used, so that what needs no torch (`rfa
+--help`, a usage error) does not wait for its import.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from . import api
-from .adapters import module_paths, substitute_hf_flash_attn, update_ring_flash_attn_params
-from .api import *  # noqa: F403
-from .llama3 import llama3_flash_attn_prepare_cu_seqlens
-from .sharding import position_ids, shard, unshard
-from .virtual import virtual_ring_attention
+from .adapters import module_paths
 
-try:
-    __version__ = version("ring-flash-attn")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0+unknown"
+if TYPE_CHECKING:
+    from .adapters import substitute_hf_flash_attn as substitute_hf_flash_attn
+    from .adapters import update_ring_flash_attn_params as update_ring_flash_attn_params
+    from .api import *  # noqa: F403
+    from .llama3 import (
+        llama3_flash_attn_prepare_cu_seqlens as llama3_flash_attn_prepare_cu_seqlens,
+    )
+    from .sharding import position_ids as position_ids
+    from .sharding import shard as shard
+    from .sharding import unshard as unshard
+    from .virtual import virtual_ring_attention as virtual_ring_attention
+
+    __version__: str
 
 module_paths.register()
 
-__all__ = [
-    *api.__all__,
-    "llama3_flash_attn_prepare_cu_seqlens",
-    "position_ids",
-    "shard",
-    "substitute_hf_flash_attn",
-    "unshard",
-    "update_ring_flash_attn_params",
-    "virtual_ring_attention",
-]
+# Where the public names are that `api` does not have.
+_HOMES = {
+    "llama3_flash_attn_prepare_cu_seqlens": ".llama3",
+    "position_ids": ".sharding",
+    "shard": ".sharding",
+    "substitute_hf_flash_attn": ".adapters",
+    "unshard": ".sharding",
+    "update_ring_flash_attn_params": ".adapters",
+    "virtual_ring_attention": ".virtual",
+}
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ring-flash-attn")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "0+unknown"
+
+
+if not TYPE_CHECKING:  # else every name would be Any
+
+    def __getattr__(name: str) -> Any:
+        if name == "__all__":
+            return [*import_module(".api", __name__).__all__, *_HOMES]
+        if name == "__version__":
+            return _version()
+        if name.startswith("__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f".{name}", __name__)
+        home = import_module(_HOMES.get(name, ".api"), __name__)
+        if name not in _HOMES and name not in home.__all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value = getattr(home, name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), "__version__", *__getattr__("__all__")})
+
+
+if "torch" in sys.modules:  # nothing to wait for: the operators are registered, as ever
+    import_module(".api", __name__)

@@ -6,31 +6,48 @@ import functools
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
     modeling_flash_attention_utils,
 )
 from transformers.integrations import flash_attention as hf_flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ring_flash_attn.adapters import hf_adapter
+from ring_flash_attn import (
+    llama3_flash_attn_prepare_cu_seqlens,
+    position_ids,
+    shard,
+)
+from ring_flash_attn.adapters import hf_adapter, hf_arguments, hf_forward, shift_labels
 
 DOCUMENTS = [5, 1, 13, 4, 9]  # 32 tokens; no boundary falls on that of a shard
 SIZES = {
@@ -56,10 +73,19 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+MODELS_ON_REQUEST: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: GPT2LMHeadModel(  # in transformers 4 its layers receive no position_ids
+        GPT2Config(
+            vocab_size=61, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    ),
+}
+
+
 def build(name: str) -> Any:
     """Make the same model on every rank, with eager attention."""
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = (MODELS | MODELS_ON_REQUEST)[name]()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "proj" in key or "sinks" in key:  # scores and sinks large enough to matter
@@ -158,6 +184,137 @@ def test_every_way_to_choose_it(ranks) -> None:
     ranks(2).run(check_all_ways)
 
 
+def ring_model(name: str = "llama") -> Any:
+    """Build a model on ring attention."""
+    hf_adapter.use_ring_attn(True)
+    hf_adapter.substitute_hf_flash_attn(dist.group.WORLD, heads_k_stride=1)
+    model = build(name)
+    model.config._attn_implementation = "ring_attention"
+    return model
+
+
+def check_refused_positions(rank: int, world_size: int) -> None:
+    input_ids, positions, _, cu_seqlens = batch()
+    total = input_ids.shape[1]
+    mine = input_ids.chunk(world_size, dim=1)[rank]
+    for name in ("llama", "gpt2"):
+        model = ring_model(name)
+        hf_adapter.update_ring_flash_attn_params(cu_seqlens, dist.group.WORLD)
+        with pytest.raises(ValueError, match=r"without position_ids.*position_ids\[:, mine\]"):
+            model(mine)
+        hf_adapter.update_ring_flash_attn_params([0, total], dist.group.WORLD)
+        for layout in ("zigzag", "stripe"):
+            with pytest.raises(ValueError, match=r"position_ids: token \d+ of this rank"):
+                model(
+                    shard(input_ids, layout),
+                    position_ids=position_ids(layout, seqlen=total)[None],
+                    use_cache=False,
+                )
+    model = ring_model()
+    hf_adapter.update_ring_flash_attn_params(cu_seqlens, dist.group.WORLD)
+    found = position_ids("flat_contiguous", cu_seqlens=cu_seqlens)[None]
+    assert torch.equal(found, positions.chunk(world_size, dim=1)[rank])
+    reads, check = [], hf_arguments.check_positions
+    with pytest.MonkeyPatch.context() as patch:
+        record = lambda *args: reads.append(1) or check(*args)  # noqa: E731
+        patch.setattr(hf_arguments, "check_positions", record)
+        for count in (1, 2):  # the same tensor again: it may hold other values by now
+            model(mine, position_ids=found, use_cache=False)
+            assert len(reads) == count
+
+
+def test_positions_that_contradict_the_documents_are_refused(ranks) -> None:
+    ranks(2).run(check_refused_positions)
+
+
+def check_recomputation(rank: int, world_size: int, name: str) -> None:
+    input_ids, positions, _, cu_seqlens = batch()
+    total = input_ids.shape[1]
+    packs = [(cu_seqlens, positions), ([0, total], torch.arange(total)[None])]
+    model = ring_model(name).train()
+
+    def grads(one_after_the_other: bool) -> dict[str, Tensor]:
+        model.zero_grad()
+        losses = []
+        for cu, whole in packs:
+            hf_adapter.update_ring_flash_attn_params(cu, dist.group.WORLD)
+            mine, where = (x.chunk(world_size, dim=1)[rank] for x in (input_ids, whole))
+            losses.append(model(mine, position_ids=where, use_cache=False).logits.square().mean())
+            if one_after_the_other:
+                losses.pop().backward()
+        for loss in losses:  # the first one's documents are not the latest any more
+            loss.backward()
+        return {key: p.grad.clone() for key, p in model.named_parameters()}
+
+    expected = grads(one_after_the_other=True)
+    for use_reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        for one_after_the_other in (True, False):
+            for key, found in grads(one_after_the_other).items():
+                assert_near(found, expected[key], f"{key}, {use_reentrant=}")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_recomputation_has_the_documents_of_its_forward_pass(ranks, name: str) -> None:
+    ranks(2).run(check_recomputation, name)
+
+
+def check_whole_recomputation(rank: int, world_size: int) -> None:
+    input_ids, positions, _, cu_seqlens = batch()
+    model = ring_model()
+    mine, where = (x.chunk(world_size, dim=1)[rank] for x in (input_ids, positions))
+    hf_adapter.update_ring_flash_attn_params(cu_seqlens, dist.group.WORLD)
+    run = functools.partial(model, use_cache=False)
+    out = checkpoint(lambda x: run(x, position_ids=where).logits, mine, use_reentrant=False)
+    hf_adapter.update_ring_flash_attn_params([0, input_ids.shape[1]], dist.group.WORLD)
+    with pytest.raises(ValueError, match="other documents have been given"):
+        out.sum().backward()
+
+
+def test_a_recomputation_of_the_whole_model_over_other_documents_is_refused(ranks) -> None:
+    ranks(2).run(check_whole_recomputation)
+
+
+def check_values(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RFA_CHECK", "values")
+        hf_adapter.update_ring_flash_attn_params([0, 12, 32], dist.group.WORLD)
+        with pytest.raises(ValueError, match=r"\[20, 12\] on rank 0\b[^]]*\[20, 13\] on rank 1"):
+            hf_adapter.update_ring_flash_attn_params([0, 20, 32 + rank], dist.group.WORLD)
+
+
+def test_ranks_that_are_told_different_documents_notice(ranks) -> None:
+    ranks(2).run(check_values)
+
+
+def check_losses(rank: int, world_size: int) -> None:
+    input_ids, positions, _, cu_seqlens = batch()
+    labels = input_ids.clone()
+    labels[:, 7] = -100  # a token that nobody has to predict
+    count = sum(DOCUMENTS) - len(DOCUMENTS) - 1
+    model = build("llama")
+    parts = zip(input_ids.split(DOCUMENTS, dim=1), labels.split(DOCUMENTS, dim=1))
+    losses = [model(x, labels=y, num_items_in_batch=count).loss for x, y in parts if x.numel() > 1]
+    model = ring_model()
+    hf_adapter.update_ring_flash_attn_params(cu_seqlens, dist.group.WORLD)
+    targets = shift_labels(labels, cu_seqlens, dist.group.WORLD)
+    mine, where = (x.chunk(world_size, dim=1)[rank] for x in (input_ids, positions))
+    run = functools.partial(model, mine, position_ids=where, use_cache=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loss = run(labels=targets, shift_labels=targets, num_items_in_batch=count).loss.detach()
+    dist.all_reduce(loss)
+    assert_near(loss, torch.stack(losses).sum().detach(), "loss")
+    with pytest.warns(UserWarning, match="loses its target"):
+        run(labels=labels.chunk(world_size, dim=1)[rank])
+    with pytest.raises(ValueError, match="labels has 16 tokens"):
+        shift_labels(labels[:, :16], cu_seqlens, dist.group.WORLD)
+
+
+def test_shifted_labels_make_the_loss_of_the_whole_sequence(ranks) -> None:
+    ranks(2).run(check_losses)
+
+
 @pytest.fixture
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the adapter's and transformers' global state back as it was."""
@@ -166,6 +323,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_flash_attention_forward", forward)
     interfaces = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
     monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", interfaces)
+    monkeypatch.setattr(PreTrainedModel, "__call__", PreTrainedModel.__call__)
     for name in ("_dispatches", "_interfaces", "DATA_PARAMS"):
         monkeypatch.setattr(hf_adapter, name, dict(getattr(hf_adapter, name)))
     monkeypatch.setattr(hf_adapter, "RING_ATTN_SWITCH", True)
@@ -285,6 +443,135 @@ def test_a_padded_batch_is_refused_by_the_model(calls: list[dict[str, Any]]) -> 
         model(ids, attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]]))
 
 
+def documents_of(cu_seqlens: list[int], rank: int, world_size: int) -> dict[str, Any]:
+    prepared = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, world_size)
+    return dict(zip(hf_adapter._DOCUMENT_KEYS, prepared))
+
+
+POSITIONS = {  # cu_seqlens, rank of 2, positions, what is wrong with them
+    "a slice": ([0, 3, 16], 1, list(range(5, 13)), None),
+    "the whole sequence's": ([0, 3, 16], 1, list(range(8, 16)), "has position 8, but is at 5"),
+    "counted from 0": ([0, 3, 16], 1, list(range(8)), "token 0 of this rank has position 0"),
+    "across documents": ([0, 3, 16], 0, list(range(8)), "token 3 of this rank has position 3"),
+    "padding in the last document": ([0, 3, 16], 1, [5, 6, 7, 8, 0, 0, 0, 0], None),
+    "padding in the only document": ([0, 16], 1, [8, 9, 10, 11, 12, 13, 0, 0], None),
+    "a document of padding": ([0, 3, 16], 0, [0, 1, 2, 0, 0, 0, 0, 0], None),
+    "zeros within": ([0, 3, 16], 1, [5, 0, 0, 8, 9, 10, 11, 12], "token 1 "),
+    "nothing but zeros": ([0, 16], 0, [0] * 8, "token 1 "),
+    "an empty document": ([0, 3, 3, 16], 0, [0, 1, 2, 0, 1, 2, 3, 4], None),
+    "too many": ([0, 16], 0, list(range(9)), r"shape \(1, 9\), but this rank holds 8 tokens"),
+    "several axes": ([0, 3, 16], 0, [[0, 0, 0, 0, 0, 1, 2, 3], [0, 1, 2, 0, 4, 1, 2, 3]], None),
+    "axes from 0": ([0, 16], 1, [[0, 0, 1], [0, 1, 2]], "no document starts at token 0"),
+    "axes across": ([0, 3, 16], 0, [list(range(8))] * 3, "a document starts at token 3"),
+}
+
+
+@pytest.mark.parametrize("case", POSITIONS)
+def test_positions(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    cu_seqlens, rank, values, message = POSITIONS[case]
+    monkeypatch.setattr(hf_arguments, "rank_and_size", lambda group: (rank, 2))
+    positions = torch.tensor(values)
+    positions = positions[:, None] if positions.ndim == 2 else positions[None]
+    size = 3 if case == "axes from 0" else 8
+    documents = documents_of(cu_seqlens, rank, 2)
+    refused = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with refused:
+        hf_arguments.check_positions(positions, size, documents, None)
+
+
+MIXED: dict[str, Callable[[], Any]] = {
+    r"BloomModel: h\.0 \(BloomBlock\) does not call": lambda: BloomForCausalLM(
+        BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+    ),
+    r"layers\.0\.mamba \(FalconH1Mixer\) carries a state": lambda: FalconH1ForCausalLM(
+        FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
+    ),
+    r"layers\.1\.self_attn \(MiniMaxLightningAttention\) does not call": lambda: MiniMaxForCausalLM(
+        MiniMaxConfig(
+            **SIZES, num_local_experts=2, layer_types=["full_attention", "linear_attention"]
+        )
+    ),
+    r"layers\.1 \(LlamaDecoderLayer\) is of type 'chunked_attention'": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, layer_types=["full_attention", "chunked_attention"])
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MIXED)
+@pytest.mark.parametrize("implementation", ["ring_attention", "flash_attention_2"])
+def test_layers_that_mix_tokens_by_themselves_are_refused(
+    calls: list[dict[str, Any]], message: str, implementation: str
+) -> None:
+    hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    model = MIXED[message]()
+    model.config._attn_implementation = implementation
+    with pytest.raises(ValueError, match=message):
+        model(torch.arange(6)[None])
+    assert not calls
+    hf_adapter.use_ring_attn(False)
+    model.config._attn_implementation = "eager"
+    model(torch.arange(6)[None], use_cache=False)
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = torch.nn.GRU(32, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x)[0]
+
+
+def test_layers_of_other_projects_are_theirs_to_answer_for(calls: list[dict[str, Any]]) -> None:
+    hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    model = build("llama")
+    model.model.layers[0].mlp = Recurrent()
+    model.config._attn_implementation = "flash_attention_2"
+    model(torch.arange(6)[None])
+    assert len(calls) == 2
+    model.config._attn_implementation = "ring_attention"
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp.* carries a state"):
+        model(torch.arange(6)[None])
+
+
+def test_a_layer_without_attention_is_no_harm(calls: list[dict[str, Any]]) -> None:
+    hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    model = build("llama")
+    model.config._attn_implementation = "ring_attention"
+    model.model.layers[1].forward = lambda x, **_: x
+    del model.model.layers[1].self_attn
+    model(torch.arange(6)[None])
+    assert len(calls) == 1
+
+
+def test_one_backward_pass_over_different_documents_is_refused_where_it_cannot_be_told(
+    restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers that receive no position ids: whose is the one that is recomputed?"""
+    query, x = torch.zeros(1, 6, 1, 8), torch.zeros(2, requires_grad=True)
+    documents = [documents_of(cu, 0, 1) for cu in ([0, 6], [0, 2, 6])]
+    found: list[Any] = []
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            found.append(hf_forward.documents_of_call(None, query, None, documents[1]))
+            return grad
+
+    outputs = [Recomputed.apply(x) * 1 for _ in documents]
+    for output, its in zip(outputs, documents):
+        hf_forward._note_backward((output, None), its)
+    for output in outputs:
+        output.sum().backward(retain_graph=True)
+    assert found == documents
+    with pytest.raises(ValueError, match="run backward of each loss by itself"):
+        sum(output.sum() for output in outputs).backward()
+
+
 def test_chunked_attention_is_refused(calls: list[dict[str, Any]]) -> None:
     config = types.SimpleNamespace(attention_chunk_size=4)
     module = types.SimpleNamespace(config=config)
@@ -326,12 +613,45 @@ def test_an_assigned_factory_is_used(restored: None, monkeypatch: pytest.MonkeyP
     assert modeling_flash_attention_utils._flash_attention_forward() == "right"
 
 
+def test_a_candidate_is_called_by_position_where_names_differ(
+    restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As projects write them: the leading names their own, the rest by name or not at all."""
+
+    def candidate(q, k, v, mask, q_len, causal, dropout=0.0, softmax_scale=None, **kwargs):
+        return q_len, causal, dropout, kwargs["softcap"]
+
+    monkeypatch.setattr(hf_adapter, "create_ring_flash_attention_forward", lambda *_: [candidate])
+    hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    forward = modeling_flash_attention_utils._flash_attention_forward
+    q = torch.zeros(1, 6, 2, 8)
+    found = forward(q, q, q, None, is_causal=True, query_length=6, dropout=0.5, softcap=2.0)
+    assert found == (6, True, 0.5, 2.0)
+    module = build("llama").model.layers[0].self_attn
+    out, _ = hf_adapter.flash_attention_forward(module, q, q, q, None, softcap=3.0)
+    assert out == (2, True, 0.0, 3.0)  # its tensors are (1, nheads, seqlen, headdim)
+
+
+def test_a_projects_own_forward_is_not_watched(
+    restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slices may be others than ours, and its layers too."""
+    monkeypatch.setattr(
+        hf_adapter, "create_ring_flash_attention_forward", lambda *_: [lambda q, *_, **__: q]
+    )
+    hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    hf_adapter.DATA_PARAMS.update(documents_of([0, 6], 0, 1))
+    model = build("llama")
+    model.config._attn_implementation = "ring_attention"
+    model(torch.arange(6)[None], position_ids=torch.tensor([[0, 1, 4, 5, 2, 3]]))
+
+
 def test_no_candidate_fits(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
     original = modeling_flash_attention_utils._flash_attention_forward
     monkeypatch.setattr(
         hf_adapter, "create_ring_flash_attention_forward", lambda *_: [lambda only_one: "wrong"]
     )
-    with pytest.raises(ValueError, match="no candidate"):
+    with pytest.raises(ValueError, match=r"no candidate.*query_length.* too many positional"):
         hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
     assert modeling_flash_attention_utils._flash_attention_forward is original
 

@@ -54,8 +54,8 @@ def test_bench_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
         return [Row("bench", *names, "forward", of.to_dict(), {}, (1.0, 2.0, 6.0), 10.0, 3 << 20)]
 
-    monkeypatch.setattr("ring_flash_attn.cli.bench.measure", measured)
-    monkeypatch.setattr("ring_flash_attn.cli.bench.measure_peak", lambda *_: Peak(40.0, 1.0))
+    monkeypatch.setattr("ring_flash_attn.bench.measure.measure", measured)
+    monkeypatch.setattr("ring_flash_attn.bench.machine.measure_peak", lambda *_: Peak(40.0, 1.0))
     output = rfa("bench", *TINY).output
     (line,) = (line for line in output.splitlines() if line.strip().startswith("forward"))
     # min, avg, median, max; 10 TFLOP/s at 2 ms are 20 at 1 ms, and 6.667 at 3 ms; 10 of 40
@@ -113,7 +113,7 @@ def test_compare_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> Non
         ]
         return [*rows, Row("compare", "fa2", "both", of.to_dict(), failed="out of memory: [9 GiB]")]
 
-    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
+    monkeypatch.setattr("ring_flash_attn.bench.measure.measure", measured)
     result = rfa("compare", *TINY)
     assert result.exit_code == 0, result.output
     (line,) = (x for x in result.output.splitlines() if x.strip().startswith("reference"))
@@ -131,7 +131,7 @@ def test_compare_shows_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
         errors["dk"] = {"relative": math.nan}
         return [Row("compare", "fa2", "both", of.to_dict(), {}, (1.0,), 1.0, 0, errors=errors)]
 
-    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
+    monkeypatch.setattr("ring_flash_attn.bench.measure.measure", measured)
     output = rfa("compare", *TINY).output
     (line,) = (line for line in output.splitlines() if line.strip().startswith("fa2"))
     assert line.split()[-2:] == ["1.0e-03", "nan"]
@@ -149,7 +149,7 @@ def test_what_is_there_is_written_if_the_user_has_had_enough(
                 raise KeyboardInterrupt
             return [Row("bench", "fa2", "forward", of.to_dict(), {}, (1.0,), 1.0)]
 
-        monkeypatch.setattr(f"ring_flash_attn.cli.{command}.measure", measured)
+        monkeypatch.setattr("ring_flash_attn.bench.measure.measure", measured)
         result = rfa(command, *TINY, "--seqlen", "16,32", "--json", str(path))
         assert result.exit_code != 0
         (row,) = load(path).rows
@@ -161,7 +161,7 @@ def test_a_failed_row_leaves_the_others_readable(monkeypatch: pytest.MonkeyPatch
         row = Row("bench", "fa2", "forward", of.to_dict(), {}, (1.0,), 1.0)
         return [row if of.seqlen == 16 else replace(row, failed="a long story " * 9)]
 
-    monkeypatch.setattr("ring_flash_attn.cli.bench.measure", measured)
+    monkeypatch.setattr("ring_flash_attn.bench.measure.measure", measured)
     lines = rfa("bench", *TINY, "--seqlen", "16,32").output.splitlines()
     (good,) = (line for line in lines if line.strip().startswith("16"))
     assert good.split()[2:6] == ["1.000"] * 4
@@ -205,7 +205,7 @@ def test_a_gate_on_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         base = Row("compare", "SDPA math", "both", of.to_dict(), failed="out of memory")
         return [base, Row("compare", "reference", "both", of.to_dict(), {}, (1.0,), 1.0)]
 
-    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", measured)
+    monkeypatch.setattr("ring_flash_attn.bench.measure.measure", measured)
     path = tmp_path / "compare.json"
     beside = ("--versus", "SDPA math", "--device", "cpu")
     result = rfa("compare", *TINY, *beside, "--gate", "--json", str(path))
@@ -220,7 +220,7 @@ def test_a_gate_on_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     named = rfa("compare", "reference", "fa2", *TINY, *beside, "--min-speed", "0.4")
     assert named.exit_code == 1, named.output
     assert "fa2, both: it failed" in named.output, "it was asked for"
-    monkeypatch.setattr("ring_flash_attn.cli.compare.measure", without_baseline)
+    monkeypatch.setattr("ring_flash_attn.bench.measure.measure", without_baseline)
     failed = rfa("compare", *TINY, *beside, "--gate")
     assert failed.exit_code == 1, failed.output
     assert "reference, both: the baseline failed" in failed.output

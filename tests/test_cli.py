@@ -156,30 +156,6 @@ def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) 
     assert (tmp_path / "schedules.svg").read_text() == ours.read_text()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("draw", "spiral"),
-        ("draw", "zigzag", "--route", "teleport"),
-        ("draw", "zigzag", "--cu-seqlens", "1,5"),
-        ("draw", "zigzag", "--window", "3"),
-        ("draw", "zigzag", "--route", "all_gather", "--sources-per-launch", "2"),
-        ("verify", "no_such_function"),
-        ("verify", "--feature", "magic"),
-        ("verify", "--dtype", "int8"),
-        ("verify", "--device", "abacus"),
-        ("verify", "--nheads", "3", "--nheads-k", "2"),
-        ("verify", "--json", "/dev/null/report.json"),
-        ("verify", "--markdown", "/dev/null/report.md"),
-        ("info", "--dtype", "int8"),
-    ],
-)
-def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...]) -> None:
-    result = rfa(*arguments)
-    assert result.exit_code == 2
-    assert arguments[-1] in result.output
-
-
 # verify
 
 
@@ -372,7 +348,7 @@ def test_what_a_kernel_cannot_do_is_neither_right_nor_wrong(broken: str) -> None
 def test_a_kernel_that_can_do_nothing_is_refused_before_the_start(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ring_flash_attn.cli.verify.check_all", pytest.fail)
+    monkeypatch.setattr("ring_flash_attn.cli.verifying.checker.check_all", pytest.fail)
     arguments = ("verify", "ring_flash_attn_func", "--device", "cpu", "--kernel", "reference")
     for wrong, words in (
         (("--kernel", broken, "--feature", "sink"), ("kernel 'broken' can", "no sinks here")),

@@ -46,6 +46,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "docs/design.md",
     "docs/benchmarks.md",
+    "docs/troubleshooting.md",
 ]
 GROUP: Any = typer.main.get_command(app)
 COMMANDS = GROUP.commands

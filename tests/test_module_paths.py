@@ -204,3 +204,41 @@ def communicate(rank: int, world_size: int) -> None:
 
 def test_the_communicators(ranks) -> None:
     ranks(3).run(communicate)
+
+
+# The package loads its names when they are used.
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_package_waits_with_torch_until_a_name_is_used() -> None:
+    run(
+        "import sys, ring_flash_attn, ring_flash_attn.utils\n"
+        "from ring_flash_attn import routes, zigzag_ring_flash_attn\n"
+        "assert not hasattr(ring_flash_attn, '__wrapped__') and ring_flash_attn.__version__\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert {'shard', 'ring_attention', '__version__'} <= set(dir(ring_flash_attn))\n"
+        "assert not hasattr(ring_flash_attn, 'nonsense')\n"
+        "assert ring_flash_attn.adapters.hf_adapter.DATA_PARAMS == {}\n"
+        "assert ring_flash_attn.sharding.shard is ring_flash_attn.shard\n"
+        "from ring_flash_attn import *\n"
+        "assert zigzag_ring_flash_attn_func is zigzag_ring_flash_attn.zigzag_ring_flash_attn_func\n"
+        "assert update_ring_flash_attn_params is ring_flash_attn.update_ring_flash_attn_params\n"
+    )
+
+
+def test_where_torch_is_there_operators_are_registered_by_the_import() -> None:
+    run("import torch, ring_flash_attn; torch.ops.ring_flash_attn.attention")
+
+
+def test_torch_compile_finds_a_name_that_was_never_used() -> None:
+    run(
+        "import ring_flash_attn, torch\n"
+        "f = torch.compile(lambda q: ring_flash_attn.flash_attn_func(q, q, q), fullgraph=True,\n"
+        "                  backend='eager')\n"
+        "assert f(torch.randn(1, 8, 2, 8)).shape == (1, 8, 2, 8)\n"
+    )

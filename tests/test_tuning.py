@@ -396,7 +396,7 @@ def test_the_command_writes_elsewhere(fake_tune: list[tuple[Any, ...]], tmp_path
 def test_the_command_writes_what_it_found(
     fake_tune: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ring_flash_attn.cli.tune.versions", lambda: {"triton": "9.9"})
+    monkeypatch.setattr("ring_flash_attn.bench.machine.versions", lambda: {"triton": "9.9"})
     path = tmp_path / "found.json"
     result = rfa_tune("--headdim", "64", "--json", str(path))
     assert result.exit_code == 0, result.output

@@ -1,5 +1,21 @@
 """Where other projects plug in: Hugging Face transformers, and the historic module paths."""
 
-from .hf_adapter import substitute_hf_flash_attn, update_ring_flash_attn_params
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["substitute_hf_flash_attn", "update_ring_flash_attn_params"]
+if TYPE_CHECKING:
+    from .hf_adapter import (
+        shift_labels,
+        substitute_hf_flash_attn,
+        update_ring_flash_attn_params,
+    )
+
+__all__ = ["shift_labels", "substitute_hf_flash_attn", "update_ring_flash_attn_params"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the adapter, and torch with it, when it is first used."""
+    if name not in (*__all__, "hf_adapter"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    adapter = import_module(".hf_adapter", __name__)
+    return adapter if name == "hf_adapter" else getattr(adapter, name)

@@ -20,23 +20,25 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from ..api import llama3_flash_attn_varlen_func
-from ..comm import rank_and_size
+from ..checks import CuSeqlens, document_lengths
+from ..comm import agree, check_mode, rank_and_size, resolve_group
 from ..llama3 import llama3_flash_attn_prepare_cu_seqlens
-from . import hf_arguments
+from . import hf_arguments, hf_forward
+from .hf_models import RING_IMPLEMENTATION
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-RING_IMPLEMENTATION = "ring_attention"
-
 DATA_PARAMS: dict[str, Any] = {}
-"""The documents of this forward pass: `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`,
+"""The documents of the next forward pass: `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`,
 `max_seqlen_k`, `local_k_slice`, as `llama3_flash_attn_prepare_cu_seqlens` returns them."""
 
 RING_ATTN_SWITCH = True
@@ -48,10 +50,13 @@ _DOCUMENT_KEYS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 # or none), and its attention functions, by attn_implementation.
 _dispatches: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
 _interfaces: dict[str, Callable[..., Any]] = {}
+_model_calls: list[Callable[..., Any]] = []  # PreTrainedModel.__call__ as it was, or none
+
+_ring_forwards: WeakSet[Callable[..., Tensor]] = WeakSet()  # candidates of ours
 
 
 def check_params(f1: Callable[..., Any], f2: Callable[..., Any]) -> bool:
-    """Say whether two functions take the same number of parameters."""
+    """Say whether two functions take the same number of parameters; for those who import it."""
     return len(inspect.signature(f1).parameters) == len(inspect.signature(f2).parameters)
 
 
@@ -65,16 +70,63 @@ def use_ring_attn(flag: bool) -> None:
     RING_ATTN_SWITCH = flag
 
 
-def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: ProcessGroup | None) -> None:
+def update_ring_flash_attn_params(
+    cu_seqlens: CuSeqlens, process_group: ProcessGroup | None
+) -> None:
     """Tell the substituted attention which documents the next forward passes hold.
+
+    A forward pass that has begun keeps its documents, also when checkpointing recomputes it.
 
     Args:
         cu_seqlens: (documents + 1,), the *global* cumulative lengths of the packed sequence.
         process_group: the ranks that share the sequence, in the order of their slices.
+
+    Raises:
+        ValueError: with `RFA_CHECK=values`, on every rank, if they were told different documents.
     """
     rank, world_size = rank_and_size(process_group)
+    lengths = document_lengths(cu_seqlens)
+    if check_mode() == "values":
+        signature = (("call", "update_ring_flash_attn_params"), ("document lengths", lengths))
+        agree(signature, resolve_group(process_group))
     documents = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, world_size)
     DATA_PARAMS.update(zip(_DOCUMENT_KEYS, documents))
+
+
+def shift_labels(
+    labels: Tensor, cu_seqlens: CuSeqlens, process_group: ProcessGroup | None
+) -> Tensor:
+    """Make the targets of this rank's tokens: each has the label of the token after it.
+
+    A model that gets `labels` of a slice shifts them itself, and the last token of the slice loses
+    its target, which the next rank holds. Hand it the result as `shift_labels` (and as `labels`,
+    without which it computes no loss)::
+
+        targets = shift_labels(labels, cu_seqlens, group)
+        model(..., labels=targets, shift_labels=targets, num_items_in_batch=targets_of_all_ranks)
+
+    With `num_items_in_batch` the losses of the ranks add up to the loss of the whole sequence.
+
+    Args:
+        labels: (..., tokens) of the whole packed sequence.
+        cu_seqlens: (documents + 1,), its cumulative lengths.
+        process_group: the ranks that share the sequence, in the order of their slices.
+
+    Returns:
+        (..., tokens of this rank), -100 (no target) at the end of a document.
+    """
+    rank, world_size = rank_and_size(process_group)
+    lengths = document_lengths(cu_seqlens)
+    total = labels.shape[-1]
+    if sum(lengths) != total or total % world_size:
+        raise ValueError(
+            f"labels has {total} tokens: must be the {sum(lengths)} of cu_seqlens, the whole "
+            f"sequence, and divide by {world_size} ranks"
+        )
+    targets = labels.roll(-1, dims=-1)
+    targets[..., [end - 1 for end in accumulate(lengths) if end]] = -100
+    size = total // world_size
+    return targets[..., rank * size : (rank + 1) * size].contiguous()
 
 
 def create_ring_flash_attention_forward(
@@ -83,7 +135,7 @@ def create_ring_flash_attention_forward(
     """Make the candidates to replace transformers' `_flash_attention_forward`.
 
     `substitute_hf_flash_attn` looks this function up when it is called and takes the first
-    candidate with as many parameters as the original, so a project may assign its own.
+    candidate that can be called like the original, so a project may assign its own.
 
     Args:
         process_group: the ranks that share the sequence.
@@ -109,18 +161,20 @@ def create_ring_flash_attention_forward(
         deterministic: bool | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        # Without effect here: position_ids (the rotary embedding has used them, and documents come
-        # from DATA_PARAMS), use_top_left_mask (a repair for flash-attn < 2.1), and the keywords of
-        # the model's own forward, all of which transformers hands down to every attention call.
+        # Without effect here: use_top_left_mask (a repair for flash-attn < 2.1), and the keywords
+        # of the model's own forward, all of which transformers hands down to every attention call.
         hf_arguments.check_shapes(query_states, key_states, query_length)
         hf_arguments.check_mask(attention_mask, is_causal)
         hf_arguments.check_keywords(kwargs)
+        documents = hf_forward.documents_of_call(
+            position_ids, query_states, process_group, _latest_documents(query_states.device)
+        )
         dtype = kwargs.get("target_dtype")
         out = llama3_flash_attn_varlen_func(
             hf_arguments.cast(query_states, dtype).squeeze(0),
             hf_arguments.cast(key_states, dtype).squeeze(0),
             hf_arguments.cast(value_states, dtype).squeeze(0),
-            **_documents(),
+            **documents,
             heads_k_stride=heads_k_stride,
             dropout_p=dropout,
             softmax_scale=softmax_scale,
@@ -134,9 +188,10 @@ def create_ring_flash_attention_forward(
         assert isinstance(out, Tensor)  # return_attn_probs is off
         return out.unsqueeze(0)  # (1, seqlen, nheads, headdim)
 
-    signature = inspect.signature(_original_forward())
-    ring_forward.__signature__ = signature  # type: ignore[attr-defined]
-    return [ring_forward]
+    candidate: Any = torch.compiler.disable(ring_forward)  # attention breaks the graph anyway
+    candidate.__signature__ = inspect.signature(_original_forward())
+    _ring_forwards.add(candidate)
+    return [candidate]
 
 
 def flash_attention_forward(
@@ -183,8 +238,8 @@ def flash_attention_forward(
         key,
         value,
         attention_mask,
-        query_length=query.shape[1],
-        is_causal=module.is_causal if is_causal is None else is_causal,
+        query.shape[1],  # query_length, by whatever name
+        module.is_causal if is_causal is None else is_causal,
         dropout=dropout,
         softmax_scale=scaling,
         sliding_window=sliding_window,
@@ -200,22 +255,37 @@ def substitute_hf_flash_attn(process_group: ProcessGroup | None, heads_k_stride:
     """Put ring attention in the place of transformers' flash attention.
 
     Works on the models that exist and on those built later. A second call replaces the first
-    (another group, another stride); `use_ring_attn(False)` gives the original back.
+    (another group, another stride); `use_ring_attn(False)` gives the original back. Calls of models
+    are watched as well: a model that cannot be served, or positions that contradict the documents,
+    are refused.
 
     Args:
         process_group: the ranks that share the sequence.
         heads_k_stride: how many key heads travel at a time; it must divide the model's.
 
     Raises:
-        ValueError: the installed transformers takes other parameters than every candidate.
+        ValueError: no candidate takes the parameters of the installed transformers.
     """
     original = _original_forward()
     candidates = create_ring_flash_attention_forward(process_group, heads_k_stride)
-    dispatch = _dispatch(_matching(candidates, original), original)
+    ring = _matching(candidates, original)
+    dispatch = _dispatch(ring, original)
     _rebind(dispatch, replaced=(original, *_dispatches))
     _dispatches.clear()
     _dispatches[dispatch] = original
     _register_interfaces()
+    _watch_models(process_group, is_ours=ring in _ring_forwards)
+
+
+def _watch_models(process_group: ProcessGroup | None, is_ours: bool) -> None:
+    """Look at calls of models, unless a project's own function does the attention."""
+    from transformers import PreTrainedModel
+
+    if not _model_calls:
+        _model_calls.append(PreTrainedModel.__call__)
+    PreTrainedModel.__call__ = hf_forward.watch(
+        process_group, lambda: is_ours and RING_ATTN_SWITCH, _model_calls[0]
+    )
 
 
 def _flash_utils() -> Any:
@@ -234,24 +304,45 @@ def _original_forward() -> Callable[..., Tensor]:
 def _matching(
     candidates: Iterable[Callable[..., Tensor]], original: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
+    """Take the first candidate that binds a call with every parameter of the original."""
+    required, optional = _parameters(original)
+    reasons = []
     for candidate in candidates:
-        if check_params(original, candidate):
+        try:
+            inspect.signature(candidate).bind(*required, **dict.fromkeys(optional))
+        except TypeError as reason:
+            reasons.append(str(reason))
+        else:
             return candidate
     import transformers
 
     raise ValueError(
-        f"transformers {transformers.__version__} calls flash attention with "
-        f"{len(inspect.signature(original).parameters)} parameters, and no candidate of "
-        "create_ring_flash_attention_forward takes as many"
+        f"no candidate of create_ring_flash_attention_forward can be called as transformers "
+        f"{transformers.__version__} calls flash attention, with {', '.join(required)} by position "
+        f"and {', '.join(optional)} by name: {'; '.join(reasons)}"
     )
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """Names of the required and of the optional parameters."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p for p in inspect.signature(function).parameters.values() if p.kind not in variadic]
+    required = [p.name for p in named if p.default is p.empty]
+    return required, [p.name for p in named if p.default is not p.empty]
 
 
 def _dispatch(
     ring: Callable[..., Tensor], original: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
+    required, _ = _parameters(original)
+
     @functools.wraps(original)
     def flash_or_ring(*args: Any, **kwargs: Any) -> Tensor:
-        return ring(*args, **kwargs) if RING_ATTN_SWITCH else original(*args, **kwargs)
+        if not RING_ATTN_SWITCH:
+            return original(*args, **kwargs)
+        # by position what a project may have named in its own way
+        by_position = [kwargs.pop(name) for name in required[len(args) :] if name in kwargs]
+        return ring(*args, *by_position, **kwargs)
 
     return flash_or_ring
 
@@ -288,11 +379,14 @@ def _own_interface(module: Any) -> Callable[..., Any]:
     return _interfaces[name]
 
 
-def _documents() -> dict[str, Any]:
+def _latest_documents(device: torch.device) -> dict[str, Any]:
     missing = [key for key in _DOCUMENT_KEYS if key not in DATA_PARAMS]
     if missing:
         raise ValueError(
             f"DATA_PARAMS lacks {missing}: call update_ring_flash_attn_params(cu_seqlens, "
             "process_group) before the model's forward pass"
         )
+    for key in ("cu_seqlens_q", "cu_seqlens_k"):  # made from a list, perhaps
+        if DATA_PARAMS[key].device != device:
+            DATA_PARAMS[key] = DATA_PARAMS[key].to(device)
     return {key: DATA_PARAMS[key] for key in _DOCUMENT_KEYS}

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from ..comm import rank_and_size
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Keywords of transformers' attention calls that would change the result.
 _UNSUPPORTED = {
@@ -23,6 +28,12 @@ _UNSUPPORTED = {
     "position_bias": "additive biases are not supported",
     "v_cache": "a paged cache is not supported",
 }
+
+
+HOW_TO_PASS_POSITIONS = (
+    "each rank holds a contiguous slice of the packed sequence, so pass position_ids[:, mine], or "
+    "ring_flash_attn.position_ids('flat_contiguous', cu_seqlens=cu_seqlens, group=group)[None]"
+)
 
 
 def window_size(sliding_window: int | None) -> tuple[int, int]:
@@ -72,6 +83,69 @@ def check_mask(attention_mask: Tensor | None, is_causal: bool) -> None:
             f"attention_mask hides {masked} of {attention_mask.numel()} tokens: drop the padding, "
             "or make it a document of its own in update_ring_flash_attn_params"
         )
+
+
+def check_positions(
+    position_ids: Tensor, size: int, documents: Mapping[str, Any], group: ProcessGroup | None
+) -> None:
+    """Refuse positions that contradict the documents; one device sync if they do not.
+
+    Zeros up to the end of the sequence are padding, whether it is part of the last document or one
+    of its own.
+
+    Args:
+        position_ids: (1, size), or (axes, 1, size) of multimodal models. With several axes only
+            this is known: all are 0 at the start of a document, and nowhere else.
+        size: tokens of this rank.
+        documents: `cu_seqlens_q`, `cu_seqlens_k` and `local_k_slice` of this rank.
+        group: the ranks that share the sequence.
+    """
+    if position_ids.numel() == 0 or position_ids.numel() % size:
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}, but this rank holds {size} tokens"
+        )
+    found = position_ids.detach().reshape(-1, size)
+    expected = _positions(size, documents, position_ids.device)
+    several = len(found) > 1
+    found, expected = (found.any(0), expected > 0) if several else (found[0], expected)
+    wrong = found != expected
+    if not wrong.any():
+        return
+    first = int(wrong.nonzero()[0])
+    if _is_padding(found, first, documents, group):
+        return
+    if several:
+        states = "a document starts at" if expected[first] == 0 else "no document starts at"
+        raise ValueError(
+            f"position_ids: {states} token {first} of this rank; {HOW_TO_PASS_POSITIONS}"
+        )
+    raise ValueError(
+        f"position_ids: token {first} of this rank has position {int(found[first])}, but is at "
+        f"{int(expected[first])} in the documents that update_ring_flash_attn_params was told: "
+        f"{HOW_TO_PASS_POSITIONS}"
+    )
+
+
+def _positions(size: int, documents: Mapping[str, Any], device: torch.device) -> Tensor:
+    """Where the tokens of a rank are in their documents, without reading from the device."""
+    cu_q, cu_k = (
+        documents[key].to(device, torch.int64) for key in ("cu_seqlens_q", "cu_seqlens_k")
+    )
+    tokens = torch.arange(size, device=device)
+    document = torch.searchsorted(cu_q[1:-1].contiguous(), tokens, right=True)
+    return tokens + (cu_k.diff() - cu_q[1:])[document]  # the last query is at the last key
+
+
+def _is_padding(
+    found: Tensor, first: int, documents: Mapping[str, Any], group: ProcessGroup | None
+) -> bool:
+    """Whether tokens from `first` on are zeros in the last document; of an only one, at its end."""
+    start = int(documents["cu_seqlens_q"][-2])
+    if first < start or found[first:].any():
+        return False
+    is_only_one = documents["local_k_slice"].start + int(documents["cu_seqlens_k"][-2]) == 0
+    rank, world_size = rank_and_size(group)
+    return not is_only_one or rank == world_size - 1
 
 
 def check_keywords(kwargs: Mapping[str, Any]) -> None:

@@ -80,7 +80,7 @@ def find_device(device: str | torch.device | None, what: str = "this") -> torch.
     try:
         found = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"unknown device {device!r}; choose cpu or cuda") from None
+        raise ValueError(f"device {device!r} does not exist; choose cpu or cuda") from None
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device {str(device)!r}: {what} runs on cpu or cuda")
     if found.type == "cpu":

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import api
 from ..kernels.base import AUTO, NATIVE, Call, choose_kernel, kernel_names, why_not
+from .names import implementation_names as implementation_names
 from .workload import Workload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # all (batch, seqlen, nheads, headdim)
@@ -37,11 +38,6 @@ class Implementation:
     why_not: Callable[[Workload, torch.device], list[str]]
     make: Callable[[Workload, torch.device], Attention]
     is_ours: bool = False
-
-
-def implementation_names() -> tuple[str, ...]:
-    """All of them, ours first."""
-    return (*kernel_names(), *_PEERS)
 
 
 def find_implementation(name: str, workload: Workload, device: torch.device) -> Implementation:

@@ -166,8 +166,6 @@ def _plain(value: Any) -> Any:
 
 def load(path: Path) -> Results:
     """Read a file of any version; ValueError that names the file if it cannot be read."""
-    from .old_results import read_old
-
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -177,7 +175,11 @@ def load(path: Path) -> Results:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no results")
     try:
-        return Results.from_dict(values) if "format" in values else read_old(values)
+        if "format" in values:
+            return Results.from_dict(values)
+        from .old_results import read_old  # which needs torch
+
+        return read_old(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -148,7 +148,7 @@ def make_scenario(
         if value < 1:
             raise ValueError(f"{name} must be positive, not {value}")
     if cu_seqlens is not None and batch != 1:
-        raise ValueError(f"packed documents have batch 1, not {batch}")
+        raise ValueError(f"batch {batch}: packed documents have batch 1")
     scenario = Scenario(
         world_size,
         _check_ranks(ranks, world_size),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -12,27 +12,19 @@ from torch import Tensor
 from ..attention import QKV
 from ..checks import check_tensors
 from ..tiles import Mask
+from . import names
+from .names import DTYPES
 
 BACKWARD_FLOPS = 2.5  # times those of the forward pass
 _SEED = 0
-_DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "fp64": torch.float64,
-    "float64": torch.float64,
-}
 
 
 def find_dtype(name: str) -> torch.dtype:
     """By its long or short name; ValueError if there is none."""
-    if name not in _DTYPES:
-        raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
+    found: torch.dtype = getattr(torch, DTYPES[name])
+    return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -126,18 +118,6 @@ class Workload:
         }
 
 
-def _preset(batch: int, seqlen: int, nheads: int, headdim: int, causal: bool) -> Workload:
-    return Workload(batch, seqlen, nheads, nheads, headdim, causal)
-
-
 PRESETS: Mapping[str, Workload] = {
-    "gpt2-small": _preset(8, 1024, 12, 64, True),
-    "gpt3": _preset(2, 2048, 96, 128, True),
-    "bert-base": _preset(16, 512, 12, 64, False),
-    "bert-large": _preset(8, 512, 16, 64, False),
-    "8k": _preset(1, 8192, 8, 64, False),
-    "16k": _preset(1, 16384, 8, 64, False),
-    "batch-inference": _preset(32, 512, 8, 64, False),
-    "llama3-8b": replace(_preset(1, 8192, 32, 128, True), nheads_k=8),
+    name: Workload(**preset._asdict()) for name, preset in names.PRESETS.items()
 }
-FORWARD_ONLY = frozenset({"batch-inference"})  # presets without gradients

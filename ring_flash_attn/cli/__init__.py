@@ -1,4 +1,4 @@
-"""The command line `rfa`: verify, look at, and draw what the library does."""
+"""The command line `rfa`: verify, measure, compare, profile and draw what the library does."""
 
 from __future__ import annotations
 

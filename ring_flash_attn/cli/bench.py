@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.machine import Peak, find_device, measure_peak
-from ..bench.measure import measure
-from ..bench.peers import find_implementation, implementation_names
+from ..bench.names import implementation_names
 from ..bench.results import BENCH, Results, Row, check_output
-from ..bench.verdicts import machine_verdicts, rate_verdict
-from ..bench.workload import Workload, dtype_name
 from ..kernels.base import AUTO, NATIVE
 from .measuring import (
     ON_CPU,
@@ -48,6 +43,12 @@ from .workloads import (
     without_gradients,
 )
 
+if TYPE_CHECKING:
+    import torch
+
+    from ..bench.machine import Peak
+    from ..bench.workload import Workload
+
 _NAMES = ", ".join((AUTO, NATIVE, *implementation_names()))
 
 
@@ -76,6 +77,9 @@ def bench(
     rfa bench --seqlen 512,1024,2048,4096 --nheads 16 --headdim 128 --causal
     rfa bench --preset 8k --kernel "SDPA cuDNN" --no-grad --json 8k.json
     """
+    from ..bench.machine import find_device, measure_peak
+    from ..bench.measure import measure
+
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
     try:
@@ -125,10 +129,14 @@ def _show(
 
 def _able(name: str, workload: Workload, device: torch.device) -> str:
     """The name of the implementation; NotImplementedError with every reason if it cannot."""
+    from ..bench.peers import find_implementation
+
     found = find_implementation(name, workload, device)
     reasons = found.why_not(workload, device)
     if reasons:
-        raise NotImplementedError(f"{found.name} cannot do {workload}: {'; '.join(reasons)}")
+        raise NotImplementedError(
+            f"--kernel {found.name} cannot do {workload}: {'; '.join(reasons)}"
+        )
     return found.name
 
 
@@ -163,6 +171,8 @@ def _cells(row: Row, dtype: torch.dtype, device: str, peak: Peak | None) -> list
     work = row.tflops * row.ms
     cells = [*(f"{each:.3f}" for each in times), *(f"{work / each:.4g}" for each in times[:2])]
     if peak is not None:
+        from ..bench.verdicts import rate_verdict
+
         verdict = rate_verdict(row.passes, row.tflops, device, dtype, peak)
         cells += [f"{100 * row.tflops / peak.tflops:.1f}", verdict.word]
     return [*cells, mib(row.peak_bytes)]
@@ -170,6 +180,9 @@ def _cells(row: Row, dtype: torch.dtype, device: str, peak: Peak | None) -> list
 
 def _notes(results: Results, dtype: torch.dtype, peak: Peak | None) -> Iterator[str]:
     """How to read it."""
+    from ..bench.verdicts import machine_verdicts, rate_verdict
+    from ..bench.workload import dtype_name
+
     yield (
         f"{results.settings['repeats']} rounds; short passes have several runs in each. TFLOP/s: "
         "of the fastest run, and on average."

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.machine import device_name, find_device, measure_peak
-from ..bench.measure import CANNOT, check_graphs, find_all, measure
-from ..bench.peers import Implementation, find_implementation, implementation_names
+from ..bench.names import implementation_names
 from ..bench.results import COMPARE, FORWARD, Row, check_output
 from ..bench.versus import Limits, beside
-from ..bench.workload import Workload
 from ..kernels.base import NATIVE
 from .measuring import (
     ON_CPU,
@@ -48,6 +44,12 @@ from .workloads import (
     make_workloads,
     without_gradients,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..bench.peers import Implementation
+    from ..bench.workload import Workload
 
 _BASE = "torch standard"
 
@@ -97,6 +99,10 @@ def compare(
     rfa compare --batch 4 --seqlen 2048 --no-grad --json compare.json
     rfa compare triton native --preset 8k --gate
     """
+    from ..bench.machine import device_name, find_device, measure_peak
+    from ..bench.measure import check_graphs, find_all, measure
+    from ..bench.peers import find_implementation
+
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
     try:
@@ -181,6 +187,8 @@ def _gated(console: Console, rows: Sequence[Row], versus: str, limits: Limits | 
 
 def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str | None) -> None:
     """A table of those that ran, who was best, and why the others did not run."""
+    from ..bench.measure import CANNOT
+
     console.print(f"\n{workload}", markup=False)
     ran = [row for row in rows if row.failed is None]
     if ran:

@@ -13,11 +13,9 @@ from rich.console import Console
 from .. import routes as _routes  # registers them
 from ..bench.results import check_output
 from ..layout import get_layout, layout_names
-from ..plan import Problem, check_route, route_names
+from ..plan import Problem, route_names
 from ..tiles import Mask
 from .drawing.schedule import Schedule, make_schedule
-from .drawing.svg import draw_svg
-from .drawing.terminal import render
 from .groups import check_lengths
 from .measuring import JsonFile, write_json
 
@@ -58,14 +56,18 @@ def draw(
     rfa draw contiguous zigzag stripe --world-size 8 --seqlen 64 --svg schedules.svg
     rfa draw stripe --route all_gather --cu-seqlens 0,5,16 --backward
     """
+    from .drawing.svg import draw_svg
+    from .drawing.terminal import render
+
     try:
         for path in (svg, json_file):
             check_output(path)
-        check_route(route)
         if sources_per_launch > 1 and route != "ring":
             raise ValueError(f"--sources-per-launch {sources_per_launch}: not with route {route!r}")
         if heads_k_stride is not None and route != "all_gather":
             raise ValueError(f"--heads-k-stride {heads_k_stride}: not with route {route!r}")
+        if nheads_k % (heads_k_stride or nheads_k):
+            raise ValueError(f"--heads-k-stride {heads_k_stride} must divide --nheads-k {nheads_k}")
         check_lengths(seqlen, cu_seqlens)
         lengths = _lengths(16 if seqlen is None else seqlen, cu_seqlens)
         mask = _mask(causal, window)
@@ -127,4 +129,6 @@ def _mask(causal: bool, window: str) -> Mask:
     sides = _numbers(window, "--window")
     if len(sides) != 2:
         raise ValueError(f"--window must be two numbers, not {window!r}")
+    if min(sides) < -1:
+        raise ValueError(f"--window {window}: sides are -1 (all keys) or more")
     return Mask.of(causal, (sides[0], sides[1]))

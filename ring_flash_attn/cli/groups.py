@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 
-import torch
-
-from ..comm import launch
-
-_BACKENDS = ("gloo", "nccl")
+BACKENDS = ("gloo", "nccl")
 
 
 def check_world_size(given: int | None, usual: int) -> int:
     """torchrun's, or what the user says, or the usual one; ValueError if the first two differ."""
+    from ..comm import launch
+
     joined = launch.torchrun_rank()
     if joined is None:
         return usual if given is None else given
@@ -23,6 +21,8 @@ def check_world_size(given: int | None, usual: int) -> int:
 
 def check_timeout(given: float | None, usual: float) -> float:
     """ValueError for one that would mean nothing."""
+    from ..comm import launch
+
     if given is None:
         return usual
     if not given > 0:
@@ -34,10 +34,14 @@ def check_timeout(given: float | None, usual: float) -> float:
 
 def check_backend(given: str | None, device: str, world_size: int) -> str:
     """The backend of the group; ValueError for one that there is not, or not here."""
+    import torch
+
+    from ..comm import launch
+
     if given is None:
         return launch.default_backend(device, world_size)
-    if given not in _BACKENDS:
-        raise ValueError(f"unknown backend {given!r}; choose one of {', '.join(_BACKENDS)}")
+    if given not in BACKENDS:
+        raise ValueError(f"unknown backend {given!r}; choose one of {', '.join(BACKENDS)}")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if given == "nccl" and (device == "cpu" or torch.cuda.device_count() < here):
         raise ValueError(f"--backend nccl needs a GPU for each of {here} ranks")

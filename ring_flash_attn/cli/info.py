@@ -7,24 +7,23 @@ import platform
 from collections.abc import Iterator
 from typing import Annotated
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.machine import versions
 from ..bench.results import check_output
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
 from ..tiles import Mask
 from .measuring import JsonFile, write_json
-from .verifying.answers import torch_dtype
 
 _VARIABLES = "RFA_"
 
 
 def devices() -> list[str]:
     """The CPU and the GPUs, in words."""
+    import torch
+
     cpu = platform.processor() or platform.machine()
     found = [f"cpu: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"]
     for index in range(torch.cuda.device_count()):
@@ -73,14 +72,20 @@ def triton_kernels(call: Call) -> str:
 
 def default_device() -> str:
     """ "cuda" where there is a GPU."""
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def plain_call(device: str, dtype: str, headdim: int) -> Call:
     """A causal call without any feature."""
+    import torch
+
+    from ..bench.workload import find_dtype
+
     return Call(
         device=torch.device(device),
-        dtype=torch_dtype(dtype),
+        dtype=find_dtype(dtype),
         nheads=8,
         nheads_k=8,
         headdim=headdim,
@@ -112,11 +117,14 @@ def info(
     rfa info
     rfa info --dtype float32 --headdim 256 --json info.json
     """
+    from ..bench.machine import find_device, versions
+
     device = device or default_device()
     try:
         check_output(json_file)
+        find_device(device, "a kernel")
         reasons = kernel_reasons(device, dtype, headdim)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console(highlight=False)
     console.print(_facts())
@@ -144,6 +152,8 @@ def _picks(reasons: dict[str, list[str]], call: Call) -> dict[str, str | None]:
 
 
 def _facts() -> Table:
+    from ..bench.machine import versions
+
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for title, rows in (
         ("versions", _pairs(versions())),

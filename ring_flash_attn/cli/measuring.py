@@ -8,17 +8,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench.machine import Peak, commit, machine, peak_dict, versions
-from ..bench.measure import CANNOT
 from ..bench.results import Results, Row
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..bench.machine import Peak
 
 ON_CPU = "On the CPU these are times of the host, and say little about GPUs."
 _REPEATS = {"cuda": 30, "cpu": 5}
@@ -59,6 +61,8 @@ def running(console: Console, what: str, total: int) -> Iterator[tuple[Report, A
 
 def print_failures(console: Console, rows: Sequence[Row]) -> None:
     """Why some have no times or no errors, once for each reason."""
+    from ..bench.measure import CANNOT
+
     reasons = [(row.implementation, row.failed or row.note) for row in rows]
     for name, why in dict.fromkeys(reasons):
         if why is not None:
@@ -84,6 +88,8 @@ def make_results(
     details: Mapping[str, Any] | None = None,
 ) -> Results:
     """For a file: what was run, where, with which versions."""
+    from ..bench.machine import commit, machine, peak_dict, versions
+
     where = machine(device)
     if peak is not None and peak[0] is not None:
         where["peak"] = peak_dict(peak[0], peak[1])

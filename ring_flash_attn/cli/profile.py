@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .. import routes as _routes  # registers them
-from ..bench import LINKS
-from ..bench.link import NONE
-from ..bench.machine import find_device
-from ..bench.profiling.choice import make_subject
-from ..bench.profiling.findings import find, verdicts
-from ..bench.profiling.parts import SUMMARY, prepare_folder
-from ..bench.profiling.run import Context, results
-from ..bench.profiling.run import profile as run_profile
+from ..bench.link import LINKS, NONE
 from ..bench.results import check_output
-from ..bench.workload import Workload
 from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
@@ -36,6 +28,9 @@ from .workloads import (
     make_workloads,
     without_gradients,
 )
+
+if TYPE_CHECKING:
+    from ..bench.workload import Workload
 
 del _routes
 
@@ -92,6 +87,13 @@ def profile(
     rfa profile --preset llama3-8b --world-size 8 --layout zigzag --route ring --link nvlink4
     rfa profile --seqlen 128 --device cpu --no-grad
     """
+    from ..bench.machine import find_device
+    from ..bench.profiling.choice import make_subject
+    from ..bench.profiling.findings import find, verdicts
+    from ..bench.profiling.parts import SUMMARY, prepare_folder
+    from ..bench.profiling.run import Context, results
+    from ..bench.profiling.run import profile as run_profile
+
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
     try:
@@ -132,5 +134,5 @@ def profile(
 
 def _single(workloads: list[Workload]) -> Workload:
     if len(workloads) > 1:
-        raise ValueError(f"{len(workloads)} workloads: a profile is of one")
+        raise ValueError(f"{len(workloads)} workloads: give one number to --seqlen and the like")
     return workloads[0]

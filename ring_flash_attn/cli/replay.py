@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .. import routes as _routes  # registers them
-from ..bench import LINKS, find_link
-from ..bench import replay as run_replay
-from ..bench.link import NONE
-from ..bench.machine import find_device
-from ..bench.replay_results import replay_rows
+from ..bench.link import LINKS, NONE, find_link
 from ..bench.results import check_output
 from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
-from .drawing.timeline import draw_timeline
 from .groups import check_lengths
 from .measuring import make_results, write
-from .replaying import explain, held_table, notes, tables
 from .screen import screen, status
-from .verifying.answers import torch_dtype
 
 del _routes
 
@@ -94,11 +88,19 @@ def replay(
     rfa replay --world-size 32 --rank 0 --rank 31 --link ib400 --svg timeline.svg
     rfa replay --seqlen 16384 --existing --json replay.json
     """
+    from ..bench import replay as run_replay
+    from ..bench.machine import find_device
+    from ..bench.replay_results import replay_rows
+    from ..bench.workload import find_dtype
+    from .drawing.timeline import draw_timeline
+    from .replaying import explain, held_table, notes, tables
+
     console = screen()
     try:
         for path in (json_file, svg):
             check_output(path)
         check_lengths(seqlen, cu_seqlens)
+        _check_link(link, link_gbps, latency_us)
         with status(console, "replaying") as report:
             found = run_replay(
                 world_size=world_size,
@@ -112,7 +114,7 @@ def replay(
                 nheads=nheads,
                 nheads_k=nheads_k,
                 headdim=headdim,
-                dtype=torch_dtype(dtype),
+                dtype=find_dtype(dtype),
                 causal=causal,
                 heads_k_stride=heads_k_stride,
                 sources_per_launch=sources_per_launch,
@@ -139,6 +141,18 @@ def replay(
     if svg is not None:
         svg.write_text(draw_timeline(found), encoding="utf-8")
         console.print(f"wrote {svg}", markup=False, soft_wrap=True)
+
+
+def _check_link(link: str, gbps: float | None, latency_us: float | None) -> None:
+    """ValueError for numbers that are none of a link, or a name and numbers."""
+    if gbps is not None and not 0 < gbps < math.inf:
+        raise ValueError(f"--link-gbps must be positive, not {gbps:g}")
+    if latency_us is not None and not 0 <= latency_us < math.inf:
+        raise ValueError(f"--latency-us must not be negative, but is {latency_us:g}")
+    if gbps is not None and link != NONE:
+        raise ValueError(f"--link {link} and --link-gbps {gbps:g}: give one of them")
+    if latency_us is not None and gbps is None and link == NONE:
+        raise ValueError(f"--latency-us {latency_us:g} needs --link or --link-gbps")
 
 
 def _offsets(text: str) -> list[int]:

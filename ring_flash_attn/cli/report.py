@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 
 from ..bench.results import check_output
-from .reporting.page import json_for_script, make_page, page_data, plotly_script
-from .reporting.sources import read
 from .screen import screen, status
 
 
@@ -32,6 +30,9 @@ def report(
     rfa report results/*.json -o report.html
     rfa verify --json verify.json; rfa report verify.json --title "Is it right?"
     """
+    from .reporting.page import json_for_script, make_page, page_data, plotly_script
+    from .reporting.sources import read
+
     console = screen()
     try:
         for path in (output, json_file):

@@ -10,15 +10,10 @@ import typer
 from .. import routes as _routes  # registers them
 from ..bench.link import LINKS, NONE
 from ..bench.results import check_output
-from ..comm import launch
 from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..layout import layout_names
 from ..plan import route_names
 from .measuring import write
-from .ringing.choices import Asked, choose_targets
-from .ringing.run import run
-from .ringing.tables import print_findings
-from .ringing.way import find_way
 from .screen import screen
 from .versus import Gate, MaxMemory, MinSpeed, Versus, find_limits, find_versus
 
@@ -115,6 +110,12 @@ def ring(
     rfa ring --kernel triton --kernel native --gate --min-speed 0.6 --max-memory 1.2
     torchrun --nproc_per_node 8 -m ring_flash_attn.cli ring --repeats 20
     """
+    from ..comm import launch
+    from .ringing.choices import Asked, choose_targets
+    from .ringing.run import run
+    from .ringing.tables import print_findings
+    from .ringing.way import find_way
+
     kernels, baseline = find_versus(kernel or [AUTO], versus)
     asked = Asked(
         names=tuple(names or ()),

@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.table import Table
 
-from ..bench.machine import commit, versions
 from ..bench.results import check_output
 from ..kernels.base import why_not
 from .info import plain_call
 from .measuring import JsonFile, write_json
 from .screen import screen
-from .verifying.answers import torch_dtype
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Choice
@@ -47,6 +44,11 @@ def tune(
     rfa tune
     rfa tune --headdim 96 --dtype float16 --output tuned.json
     """
+    import torch
+
+    from ..bench.machine import commit, versions
+    from ..bench.workload import find_dtype
+
     headdims = headdim or [64, 128]
     try:
         _check(headdims, dtype)
@@ -64,7 +66,7 @@ def tune(
         with console.status(f"headdim {each}"):
             choices = tuning.tune(
                 each,
-                torch_dtype(dtype),
+                find_dtype(dtype),
                 device,
                 seqlen,
                 causal,
@@ -83,6 +85,8 @@ def tune(
 
 def _check(headdims: list[int], dtype: str) -> None:
     """ValueError where there is nothing to time."""
+    import torch
+
     if not torch.cuda.is_available():
         raise ValueError("rfa tune times kernels on a GPU, and there is none that torch can use")
     for each in headdims:

@@ -5,37 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench.machine import find_device
+from .. import routes as _routes  # registers them
 from ..bench.results import check_output
-from ..comm import launch
-from ..kernels.base import AUTO, NATIVE, check_kernel, kernel_names
-from ..layout import get_layout, layout_names
-from ..plan import check_route, route_names
+from ..kernels.base import AUTO, NATIVE, kernel_names
+from ..layout import layout_names
+from ..plan import route_names
 from .groups import check_backend, check_no_group, check_timeout, check_world_size
 from .measuring import Device
 from .screen import screen
-from .verifying.answers import torch_dtype
-from .verifying.cases import Case, Choice, make_cases
-from .verifying.checker import Result, check_all, check_kernels
 from .verifying.cut import cut_names
-from .verifying.files import make_results, write_markdown
-from .verifying.precision import (
-    READING,
-    READING_DIFFERENCES,
-    by_place,
-    difference_lines,
-    precision_lines,
-    precision_table,
-)
 from .verifying.questions import FEATURES, Size
-from .verifying.report import exit_code, print_report
 from .versus import Versus, find_versus
+
+if TYPE_CHECKING:
+    from .verifying.cases import Case, Choice
+    from .verifying.checker import Result
+
+del _routes
 
 _SIZE = Size()
 _RANKS, _TIMEOUT = 4, 300.0
@@ -117,6 +109,20 @@ def verify(
     rfa verify --kernel triton --kernel native --report
     torchrun --nproc_per_node 8 -m ring_flash_attn.cli verify --kernel triton --kernel native
     """
+    from ..comm import launch
+    from .verifying.cases import Choice, make_cases
+    from .verifying.checker import check_kernels
+    from .verifying.files import make_results, write_markdown
+    from .verifying.precision import (
+        READING,
+        READING_DIFFERENCES,
+        by_place,
+        difference_lines,
+        precision_lines,
+        precision_table,
+    )
+    from .verifying.report import exit_code, print_report
+
     ranks = None if virtual else launch.torchrun_rank()
     try:
         size, patience = _ranks(virtual, world_size, backend, timeout)
@@ -148,6 +154,8 @@ def verify(
         _check(choice)
         group = "" if virtual else check_backend(backend, choice.device, size)
         cases = make_cases(choice)
+        if not cases:
+            raise ValueError("no function goes with these of --layout, --route and --feature")
         _check_versus(cases, versus)
         check_kernels(cases, choice)
     except (ValueError, NotImplementedError) as error:
@@ -190,6 +198,8 @@ def _device(given: str | None) -> str:
     """cpu or cuda; ValueError for what there is not."""
     if given is not None and ":" in given:
         raise ValueError(f"--device {given}: ranks take GPUs in turn; say cuda")
+    from ..bench.machine import find_device
+
     return find_device(given, "verify").type
 
 
@@ -206,18 +216,8 @@ def _check_versus(cases: Sequence[Case], versus: str | None) -> None:
 def _check(choice: Choice) -> None:
     """ValueError for what there is not."""
     for layout in choice.layouts or layout_names():
-        get_layout(layout)
         if layout not in cut_names():
             raise ValueError(f"verify cannot cut layout {layout!r} yet: teach cli/verifying/cut.py")
-    for route in choice.routes:
-        check_route(route)
-    for kernel in choice.kernels:
-        check_kernel(kernel)
-    for dtype in choice.dtypes:
-        torch_dtype(dtype)
-    for feature in choice.features:
-        if feature not in FEATURES:
-            raise ValueError(f"unknown feature {feature!r}; choose one of {', '.join(FEATURES)}")
     if choice.size.nheads % choice.size.nheads_k:
         raise ValueError(f"--nheads must be a multiple of --nheads-k, {choice.size.nheads_k}")
 
@@ -226,6 +226,8 @@ def _run(
     cases: Sequence[Case], choice: Choice, backend: str, timeout: float, console: Console
 ) -> list[Result]:
     """All results, with a progress bar on a terminal."""
+    from .verifying.checker import check_all
+
     columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []
     quiet = not console.is_terminal

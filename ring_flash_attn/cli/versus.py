@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -15,6 +14,9 @@ from rich.table import Table
 from ..bench.results import Row
 from ..bench.versus import MEMORY, SPEED, THEORY, Limits, misses
 from ..kernels.base import NATIVE
+
+if TYPE_CHECKING:
+    import torch
 
 Versus = Annotated[
     str | None,
@@ -52,6 +54,8 @@ def refuse_kernels(reasons: Mapping[str, Sequence[str]], device: torch.device) -
             thing that it cannot do.
         device: where it cannot.
     """
+    import torch
+
     if not reasons:
         return
     lines = []

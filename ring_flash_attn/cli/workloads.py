@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.workload import FORWARD_ONLY, PRESETS, Workload, find_dtype
+from ..bench.names import FORWARD_ONLY, PRESETS
+
+if TYPE_CHECKING:
+    from ..bench.workload import Workload
 
 _INTEGERS = ("batch", "seqlen", "nheads", "nheads_k", "headdim")
 _MOST = 1000  # workloads of one command
@@ -49,6 +52,8 @@ def make_workloads(
     Raises:
         ValueError: a wrong value, by the name of its option.
     """
+    from ..bench.workload import find_dtype
+
     start = _start(preset)
     if causal is not None:
         start = replace(start, causal=causal)
@@ -60,7 +65,8 @@ def make_workloads(
     given = {name: _numbers(name, text) for name, text in asked.items()}
     chosen = [dict(zip(given, values, strict=True)) for values in product(*given.values())]
     if len(chosen) > _MOST:
-        raise ValueError(f"{len(chosen)} combinations; at most {_MOST} at a time")
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{options}: {len(chosen)} combinations; at most {_MOST} at a time")
     return [_changed(start, each) for each in chosen]
 
 
@@ -76,6 +82,8 @@ def without_gradients(preset: str | None, no_grad: bool) -> bool:
 
 
 def _start(preset: str | None) -> Workload:
+    from ..bench.workload import PRESETS, Workload
+
     if preset is None:
         return Workload()
     if preset not in PRESETS:

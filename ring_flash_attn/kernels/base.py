@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Protocol, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ..tiles import Mask, Tile
+
+if TYPE_CHECKING:  # the names of kernels are known before torch is imported
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Call:
         packed: there is more than one document.
         with_lse: the caller gets lse, and may differentiate through it.
         head_start: number of the first query head here, among all query heads of the call.
+        state_dtype: precision of state and gradient accumulators: fp32, for fp64 inputs fp64.
         key: everything but the mask and what is in the tensors; hashable.
     """
 
@@ -55,14 +57,14 @@ class Call:
     packed: bool = False
     with_lse: bool = False
     head_start: int = 0
+    state_dtype: torch.dtype = field(init=False, compare=False, repr=False)
     key: tuple[object, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """Precision of state and gradient accumulators: fp32, for fp64 inputs fp64."""
-        return torch.float64 if self.dtype is torch.float64 else torch.float32
-
     def __post_init__(self) -> None:
+        import torch
+
+        state_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
+        object.__setattr__(self, "state_dtype", state_dtype)
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.dim()
         sizes = (self.nheads, self.nheads_k, self.headdim, self.headdim_v, self.head_start)
         numbers = (self.softmax_scale, self.softcap, self.dropout_p)
@@ -252,7 +254,7 @@ _ENTRIES: dict[str, Entry] = {
     )
 }
 
-NATIVE = "native"  # the fastest of the libraries that can do a call
+NATIVE = "native"  # the first of the libraries, in the order for the GPU, that can do a call
 LIBRARIES = ("fa4", "fa3", "cudnn", "flash_attn", "fa2")
 AUTO = "auto"
 _registered: list[str] = []
@@ -298,7 +300,9 @@ def candidates(name: str, call: Call) -> tuple[str, ...]:
 
 
 def _order(call: Call) -> tuple[str, ...]:
-    """Fastest first. Measured on Hopper (results/README.md); elsewhere what is expected of them."""
+    """A fixed order: on Hopper by what was measured, elsewhere by what is expected of them."""
+    import torch
+
     last = ("cute", "reference")
     generation = 0
     if call.device.type == "cuda" and torch.version.hip is None:

@@ -1,0 +1,250 @@
+"""A Hugging Face model's forward pass while it runs: its documents and its positions.
+
+`update_ring_flash_attn_params` says what the next forward passes hold, but layers may run later:
+checkpointing recomputes them in the backward pass, when the next documents may already be set. So
+a forward pass takes its documents once, and they are kept by the tensor of position ids that its
+layers receive, which the recomputation hands to them again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import comm
+from . import hf_arguments, hf_models
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Documents = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Forward:
+    """A call of a model: what it was given, and the documents from its first attention call on."""
+
+    model: Any
+    position_ids: Any  # as it was given them; None if it counts by itself
+    backward: int  # the backward pass that it runs in, -1 outside of any
+    documents: Documents | None = None
+    is_unmarked: bool = False  # its layers receive no position ids
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.forwards: list[_Forward] = []
+
+
+_running = _Running()
+_checked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # attn_implementation, by model
+# By position ids: the documents that they were checked against, and the tensor's version then.
+_documents = WeakTensorKeyDictionary()
+# By backward pass: documents of the forward passes that it has reached, of models whose layers
+# receive no position ids.
+_reached: dict[int, list[Documents]] = {}
+_BACKWARDS = 16  # that may be under way at once
+
+
+def watch(
+    group: ProcessGroup | None, is_on: Callable[[], bool], call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Look at calls of transformers' models: refuse what cannot be done, and note their documents.
+
+    Args:
+        group: the ranks that share the sequence.
+        is_on: whether ring attention is in place; asked at every call.
+        call: `PreTrainedModel.__call__`.
+
+    Returns:
+        What takes the place of `call`.
+    """
+
+    @functools.wraps(call)
+    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_on() or not hf_models.takes_ring_attention(model):
+            return call(model, *args, **kwargs)
+        _check_model(model)
+        given = dict(zip(_parameters(type(model).forward), args)) | kwargs
+        _check_labels(model, given, group)
+        positions = given.get("position_ids")
+        if isinstance(positions, Tensor):
+            own = positions.view_as(positions)  # a tensor that no other call has
+            args = tuple(own if value is positions else value for value in args)
+            kwargs = {name: own if value is positions else value for name, value in kwargs.items()}
+            positions = own
+        elif positions is None:
+            positions = given.get("cache_position")
+        forward = _Forward(model, positions, torch._C._current_graph_task_id())
+        _running.forwards.append(forward)
+        try:
+            output = call(model, *args, **kwargs)
+        finally:
+            _running.forwards.pop()
+        if forward.is_unmarked and forward.documents is not None:
+            _note_backward(output, forward.documents)
+        return output
+
+    return torch.compiler.disable(watched, recursive=False)
+
+
+def documents_of_call(
+    position_ids: Tensor | None, query: Tensor, group: ProcessGroup | None, latest: Documents
+) -> Documents:
+    """Find the documents that an attention call is about, and check its positions against them.
+
+    The first call of a forward pass reads the positions, which syncs the device; the others do not.
+
+    Args:
+        position_ids: as the layer hands them down; None if it does not.
+        query: (1, seqlen, nheads, headdim).
+        group: the ranks that share the sequence.
+        latest: what `update_ring_flash_attn_params` was told last.
+    """
+    backward = torch._C._current_graph_task_id()
+    forward = _running.forwards[-1] if _running.forwards else None
+    if forward is None or forward.backward != backward:
+        if backward != -1:
+            return _documents_again(position_ids, query, group, latest)
+        if position_ids is not None:
+            _check_positions(position_ids, query, group, latest)
+        return latest
+    if forward.documents is None:
+        forward.documents = latest
+    if forward.position_ids is None:
+        forward.position_ids = _count(forward.model, query, group)
+    if position_ids is None:
+        position_ids = forward.position_ids
+        forward.is_unmarked = True
+    _check_positions(position_ids, query, group, forward.documents)
+    return forward.documents
+
+
+def _documents_again(
+    position_ids: Tensor | None, query: Tensor, group: ProcessGroup | None, latest: Documents
+) -> Documents:
+    """Find the documents of the forward pass of which checkpointing runs a layer once more."""
+    if position_ids is not None:
+        documents: Documents | None = _documents.get(position_ids, (None, -1))[0]
+        if documents is None:
+            _check_positions(position_ids, query, group, latest)
+        return documents or latest
+    candidates = _reached.get(torch._C._current_graph_task_id(), [])
+    if len(candidates) > 1:
+        raise ValueError(
+            "checkpointing recomputes a layer that receives no position_ids in a backward pass "
+            f"through forward passes over {len(candidates)} different sets of documents, and it "
+            "cannot tell which are its own: run backward of each loss by itself"
+        )
+    return candidates[0] if candidates else latest
+
+
+def _note_backward(output: Any, documents: Documents) -> None:
+    """Note the documents when a backward pass comes back to the model, before its layers run."""
+
+    def reached(_: Tensor) -> None:
+        found = _reached.setdefault(torch._C._current_graph_task_id(), [])
+        if not any(_equal(documents, other) for other in found):
+            found.append(documents)
+        for old in list(_reached)[:-_BACKWARDS]:
+            del _reached[old]
+
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.register_hook(reached)
+
+
+def _check_model(model: Any) -> None:
+    name = model.config._attn_implementation
+    if _checked.get(model) != name:
+        hf_models.check_model(model)
+        _checked[model] = name
+
+
+def _check_labels(model: Any, given: Mapping[str, Any], group: ProcessGroup | None) -> None:
+    """Say that a slice's last token has no target, where the model shifts the labels itself."""
+    if given.get("labels") is None or given.get("shift_labels") is not None:
+        return
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is ForCausalLMLoss and _world_size(group) > 1:
+        warnings.warn(
+            "labels= of a slice: the model shifts them by one, so the last token of every rank "
+            "loses its target. Pass shift_labels= as well, from ring_flash_attn.adapters."
+            "shift_labels(labels, cu_seqlens, process_group) of the whole sequence",
+            stacklevel=4,
+        )
+
+
+def _count(model: Any, query: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Make the positions that a model counts by itself: from 0, which is right on one rank only."""
+    if _world_size(group) > 1:
+        name = type(model).__name__
+        if "position_ids" not in _parameters(type(model).forward):
+            raise ValueError(
+                f"{name}.forward takes no position_ids, and counts from 0 on every rank: ring "
+                "attention cannot serve it"
+            )
+        raise ValueError(
+            f"{name} was called without position_ids, and would count from 0 on every rank: "
+            f"{hf_arguments.HOW_TO_PASS_POSITIONS}"
+        )
+    return torch.arange(query.shape[1], device=query.device)
+
+
+def _check_positions(
+    position_ids: Tensor, query: Tensor, group: ProcessGroup | None, documents: Documents
+) -> None:
+    kept, version = _documents.get(position_ids, (None, -1))
+    if kept is not None and version == _version(position_ids) and _equal(kept, documents):
+        return
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # nothing can be read now; the same call was made before the capture
+    try:
+        hf_arguments.check_positions(position_ids, query.shape[1], documents, group)
+    except ValueError as error:
+        if torch._C._current_graph_task_id() == -1:
+            raise
+        raise ValueError(
+            "checkpointing recomputes a forward pass, and other documents have been given to "
+            f"update_ring_flash_attn_params since: {error}"
+        ) from None
+    _documents[position_ids] = documents, _version(position_ids)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _equal(one: Documents, other: Documents) -> bool:
+    """Whether they say the same; the same tensors, as a rule, which are not read."""
+    if any(one[key] != other[key] for key in ("max_seqlen_q", "max_seqlen_k", "local_k_slice")):
+        return False
+    return all(
+        one[key] is other[key] or torch.equal(one[key], other[key])
+        for key in ("cu_seqlens_q", "cu_seqlens_k")
+    )
+
+
+def _world_size(group: ProcessGroup | None) -> int:
+    try:
+        return comm.rank_and_size(group)[1]
+    except ValueError:  # not initialised: attention will say so, if it is called
+        return 1
+
+
+@functools.cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of what a model's forward takes, in order, without `self`."""
+    return tuple(inspect.signature(forward).parameters)[1:]

@@ -1,0 +1,154 @@
+"""Which Hugging Face models ring attention can serve: those whose tokens meet in it alone.
+
+A layer that hands tokens on by itself (a recurrence, a convolution, attention of its own) would
+see this rank's slice only. Such a model is refused before its first forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ..api import __all__ as _PUBLIC
+
+RING_IMPLEMENTATION = "ring_attention"
+
+# An attention layer names one of these: transformers' way to its attention functions, or ours.
+_ATTENTION = {"ALL_ATTENTION_FUNCTIONS", "_flash_attention_forward", "DATA_PARAMS", *_PUBLIC}
+_STATE_SPACE = {"A_log", "dt_bias"}  # parameters of recurrences without a convolution
+# Values of config.layer_types: causal attention, with a window or without, and layers without any.
+_LAYER_TYPES = {
+    "attention", "full_attention", "sliding_attention", "dense", "mlp", "moe", "sparse",
+}  # fmt: skip
+
+_NO_ATTENTION = "does not call transformers' attention interface"
+
+
+def takes_ring_attention(model: Any) -> bool:
+    """Whether the model is told to call what we substitute."""
+    name = getattr(model.config, "_attn_implementation", None)
+    return name == RING_IMPLEMENTATION or str(name).startswith("flash_attention")
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model with a layer that mixes tokens by itself, naming the first.
+
+    Modules of other projects are not judged unless the model asks for "ring_attention" by name:
+    projects that substitute "flash_attention_2" bring layers that know of their ranks. A model
+    inside of this one is judged when it is called.
+    """
+    judge = _Judge(model)
+    lists = [(path, x) for path, x in _own_modules(model) if isinstance(x, nn.ModuleList)]
+    attending = [(path, layers) for path, layers in lists if judge.attends(layers)]
+    for path, layers in attending:
+        judge.check_parts(path, layers)
+        judge.check_types(path, layers)
+    if not attending and not judge.attends(model) and not any(map(_is_model, model.children())):
+        first = [(f"{path}.0", layers[0]) for path, layers in lists if len(layers)]
+        name, module = (*first, ("it", model))[0]
+        judge.refuse(name, module, _NO_ATTENTION)
+
+
+class _Judge:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.of_all = model.config._attn_implementation == RING_IMPLEMENTATION
+        self.known: dict[type, bool] = {}  # whether modules of a class call the attention interface
+
+    def check_parts(self, path: str, layers: nn.ModuleList) -> None:
+        """Look at what the layers are made of."""
+        with_attention = [layer for layer in layers if self.attends(layer)]
+        familiar = {type(part) for layer in with_attention for part in layer.modules()}
+        for index, layer in enumerate(layers):
+            attends = layer in with_attention
+            for name, part in layer.named_modules(prefix=f"{path}.{index}"):
+                if _is_recurrent(part):
+                    self.refuse(name, part, "carries a state from token to token")
+                # a layer without attention has the other layers' parts only, or one in its place
+                if not attends and part is not layer and type(part) not in familiar:
+                    self.refuse(name, part, _NO_ATTENTION)
+
+    def check_types(self, path: str, layers: nn.ModuleList) -> None:
+        """Look at what the configuration says of the layers."""
+        kinds = getattr(self.model.config, "layer_types", None) or ()
+        for index, (layer, kind) in enumerate(zip(layers, kinds)):
+            if kind not in _LAYER_TYPES:
+                self.refuse(f"{path}.{index}", layer, f"is of type {kind!r}")
+
+    def refuse(self, name: str, module: Any, why: str) -> None:
+        """Raise, unless another project answers for the module."""
+        if self._is_judged(module):
+            raise ValueError(
+                f"{type(self.model).__name__}: {name} ({type(module).__name__}) {why}, so on a "
+                "slice of the sequence it would not see what the other ranks hold. Ring attention "
+                "serves models of causal attention layers that call ALL_ATTENTION_FUNCTIONS"
+            )
+
+    def _is_judged(self, module: Any) -> bool:
+        home = _forward(module).__module__.partition(".")[0]
+        return self.of_all or home in ("torch", "transformers", "transformers_modules")
+
+    def attends(self, module: nn.Module) -> bool:
+        """Say whether it or something in it calls the attention interface."""
+        return any(self._calls_attention(part) for part in module.modules())
+
+    def _calls_attention(self, module: nn.Module) -> bool:
+        if "forward" in vars(module) and _names(_forward(module)) & _ATTENTION:
+            return True
+        kind = type(module)
+        if kind not in self.known:
+            self.known[kind] = any(_names(f) & _ATTENTION for f in _methods(kind))
+        return self.known[kind]
+
+
+def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if not _is_model(child):
+            yield prefix + name, child
+            yield from _own_modules(child, f"{prefix}{name}.")
+
+
+def _is_model(module: object) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Whether it owns a convolution over tokens, a recurrent network, or a state space."""
+    if _STATE_SPACE & {name for name, _ in module.named_parameters(recurse=False)}:
+        return True
+    return any(
+        isinstance(child, nn.RNNBase)
+        or (isinstance(child, nn.Conv1d) and child.kernel_size != (1,))
+        for child in module.children()
+    )
+
+
+def _forward(module: Any) -> Callable[..., Any]:
+    """The function behind a module's forward: the class's, or one that was assigned to it."""
+    forward = inspect.unwrap(module.forward)
+    return getattr(forward, "__func__", forward)
+
+
+def _methods(kind: type) -> Iterator[Callable[..., Any]]:
+    from transformers import PreTrainedModel
+
+    for base in kind.__mro__:
+        if base not in PreTrainedModel.__mro__:
+            yield from (inspect.unwrap(f) for f in vars(base).values() if inspect.isfunction(f))
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    """Every name that a function's code mentions, with that of the functions inside of it."""
+    found: set[str] = set()
+    codes = [function.__code__] if inspect.isfunction(function) else []
+    while codes:
+        code = codes.pop()
+        found.update(code.co_names, code.co_freevars)
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return found
