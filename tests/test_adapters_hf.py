@@ -41,8 +41,10 @@ from transformers import (
 )
 from transformers.integrations import flash_attention as hf_flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ring_flash_attn import (
+    flash_attn_func,
     llama3_flash_attn_prepare_cu_seqlens,
     position_ids,
     shard,
@@ -278,9 +280,13 @@ def test_a_recomputation_of_the_whole_model_over_other_documents_is_refused(rank
 def check_values(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RFA_CHECK", "values")
+        for _ in range(2):
+            hf_adapter.update_ring_flash_attn_params([0, 12, 32], dist.group.WORLD)
+        for other in ([0, 20, 32], [0, 12, 33]):  # on rank 1; rank 0 has what they agreed upon
+            mine = other if rank else [0, 12, 32]
+            with pytest.raises(ValueError, match=r"of \(12, 20\).* on rank 0\n.* on rank 1"):
+                hf_adapter.update_ring_flash_attn_params(mine, dist.group.WORLD)
         hf_adapter.update_ring_flash_attn_params([0, 12, 32], dist.group.WORLD)
-        with pytest.raises(ValueError, match=r"\[20, 12\] on rank 0\b[^]]*\[20, 13\] on rank 1"):
-            hf_adapter.update_ring_flash_attn_params([0, 20, 32 + rank], dist.group.WORLD)
 
 
 def test_ranks_that_are_told_different_documents_notice(ranks) -> None:
@@ -532,6 +538,37 @@ def test_layers_of_other_projects_are_theirs_to_answer_for(calls: list[dict[str,
     model.config._attn_implementation = "ring_attention"
     with pytest.raises(ValueError, match=r"layers\.0\.mlp.* carries a state"):
         model(torch.arange(6)[None])
+
+
+class OwnAttention(LlamaAttention):
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return flash_attn_func(hidden_states, hidden_states, hidden_states), None
+
+
+class WrappedAttention(LlamaAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_an_attention_layer_that_overrides_the_call_is_refused(
+    calls: list[dict[str, Any]],
+) -> None:
+    hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    for kind, bound, served in (
+        (OwnAttention, False, False),
+        (WrappedAttention, False, True),
+        (LlamaAttention, True, False),  # forward assigned to the module
+    ):
+        model = build("llama")
+        model.config._attn_implementation = "ring_attention"
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn = kind(model.config, index)
+            if bound:
+                layer.self_attn.forward = OwnAttention.forward.__get__(layer.self_attn)
+        refused = pytest.raises(ValueError, match=r"layers\.0 .* does not call")
+        with nullcontext() if served else refused:
+            model(torch.arange(6)[None])
+    assert len(calls) == 2
 
 
 def test_a_layer_without_attention_is_no_harm(calls: list[dict[str, Any]]) -> None:

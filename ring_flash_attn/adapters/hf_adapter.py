@@ -22,14 +22,15 @@ import sys
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
 from ..api import llama3_flash_attn_varlen_func
-from ..checks import CuSeqlens, document_lengths
-from ..comm import agree, check_mode, rank_and_size, resolve_group
+from ..checks import CuSeqlens, check_tensor, document_lengths
+from ..comm import agree, rank_and_size, resolve_group
+from ..entry import _values
 from ..llama3 import llama3_flash_attn_prepare_cu_seqlens
 from . import hf_arguments, hf_forward
 from .hf_models import RING_IMPLEMENTATION
@@ -52,6 +53,7 @@ _dispatches: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
 _interfaces: dict[str, Callable[..., Any]] = {}
 _model_calls: list[Callable[..., Any]] = []  # PreTrainedModel.__call__ as it was, or none
 
+_updates: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()  # how many, by group
 _ring_forwards: WeakSet[Callable[..., Tensor]] = WeakSet()  # candidates of ours
 
 
@@ -85,12 +87,18 @@ def update_ring_flash_attn_params(
         ValueError: with `RFA_CHECK=values`, on every rank, if they were told different documents.
     """
     rank, world_size = rank_and_size(process_group)
-    lengths = document_lengths(cu_seqlens)
-    if check_mode() == "values":
-        signature = (("call", "update_ring_flash_attn_params"), ("document lengths", lengths))
-        agree(signature, resolve_group(process_group))
+    _check_agreement(cu_seqlens, resolve_group(process_group))
     documents = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, world_size)
     DATA_PARAMS.update(zip(_DOCUMENT_KEYS, documents))
+
+
+def _check_agreement(cu_seqlens: CuSeqlens, group: ProcessGroup) -> None:
+    """With `RFA_CHECK=values`, compare the documents of the ranks, at every update anew."""
+    _updates[group] = _updates.get(group, 0) + 1
+    values = _values(cu_seqlens=document_lengths(cu_seqlens))
+    if values:
+        call = ("update_ring_flash_attn_params, call number", _updates[group])
+        agree((call, *values.items()), group)
 
 
 def shift_labels(
@@ -116,6 +124,7 @@ def shift_labels(
         (..., tokens of this rank), -100 (no target) at the end of a document.
     """
     rank, world_size = rank_and_size(process_group)
+    check_tensor("labels", labels)
     lengths = document_lengths(cu_seqlens)
     total = labels.shape[-1]
     if sum(lengths) != total or total % world_size:

@@ -7,6 +7,7 @@ see this rank's slice only. Such a model is refused before its first forward pas
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,8 +18,14 @@ from ..api import __all__ as _PUBLIC
 
 RING_IMPLEMENTATION = "ring_attention"
 
-# An attention layer names one of these: transformers' way to its attention functions, or ours.
-_ATTENTION = {"ALL_ATTENTION_FUNCTIONS", "_flash_attention_forward", "DATA_PARAMS", *_PUBLIC}
+# An attention layer names one of these: transformers' way to its attention functions, or a function
+# of ours that knows of ranks.
+_ATTENTION = {
+    "ALL_ATTENTION_FUNCTIONS",
+    "_flash_attention_forward",
+    "DATA_PARAMS",
+    *(name for name in _PUBLIC if re.search("ring|stripe|llama3", name)),
+}
 _STATE_SPACE = {"A_log", "dt_bias"}  # parameters of recurrences without a convolution
 # Values of config.layer_types: causal attention, with a window or without, and layers without any.
 _LAYER_TYPES = {
@@ -97,11 +104,12 @@ class _Judge:
         return any(self._calls_attention(part) for part in module.modules())
 
     def _calls_attention(self, module: nn.Module) -> bool:
-        if "forward" in vars(module) and _names(_forward(module)) & _ATTENTION:
-            return True
         kind = type(module)
+        if "forward" in vars(module):  # assigned to this one; the class has other methods
+            methods = [_forward(module), *_methods(kind, but="forward")]
+            return any(_names(method) & _ATTENTION for method in methods)
         if kind not in self.known:
-            self.known[kind] = any(_names(f) & _ATTENTION for f in _methods(kind))
+            self.known[kind] = any(_names(method) & _ATTENTION for method in _methods(kind))
         return self.known[kind]
 
 
@@ -135,12 +143,18 @@ def _forward(module: Any) -> Callable[..., Any]:
     return getattr(forward, "__func__", forward)
 
 
-def _methods(kind: type) -> Iterator[Callable[..., Any]]:
+def _methods(kind: type, but: str = "") -> Iterator[Callable[..., Any]]:
+    """Yield what a class defines and inherits, without what it overrides and does not call."""
     from transformers import PreTrainedModel
 
+    overridden = {but}
     for base in kind.__mro__:
-        if base not in PreTrainedModel.__mro__:
-            yield from (inspect.unwrap(f) for f in vars(base).values() if inspect.isfunction(f))
+        for name, value in vars(base).items() if base not in PreTrainedModel.__mro__ else ():
+            if inspect.isfunction(value) and name not in overridden:
+                method = inspect.unwrap(value)
+                yield method
+                if "super" not in _names(method):
+                    overridden.add(name)
 
 
 def _names(function: Callable[..., Any]) -> set[str]:
