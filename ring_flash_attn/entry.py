@@ -88,7 +88,7 @@ def run_local_documents(
     for name, tensor in (("q", q), ("k", k)):
         checks.check_total(local, tensor[0], name, "cu_seqlens")
     lengths = tuple(length * world_size for length in local)
-    same = {"total": q.shape[1], "documents": len(lengths), **_values(cu_seqlens=lengths)}
+    same = {"total": q.shape[1], "documents": len(lengths), **document_values(cu_seqlens=lengths)}
     problem = make_problem(layout, route, lengths, lengths, world_size, opts, k.shape[2])
     return run_on_group(route, problem, q, k, v, opts, group, same, packed=True)
 
@@ -121,7 +121,7 @@ def run_documents(
     same = {
         "tokens": (sum(lengths_q), sum(lengths_k)),
         "documents": len(lengths_q),
-        **_values(cu_seqlens=lengths_q, cu_seqlens_k=lengths_k),
+        **document_values(cu_seqlens=lengths_q, cu_seqlens_k=lengths_k),
     }
     problem = make_problem(
         layout,
@@ -356,7 +356,7 @@ def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> QKV:
     return q, k, v
 
 
-def _values(**lengths: tuple[int, ...]) -> dict[str, object]:
+def document_values(**lengths: tuple[int, ...]) -> dict[str, object]:
     """What of cu_seqlens the ranks compare beyond its size: nothing, or all."""
     if comm.check_mode() != "values":
         return {}

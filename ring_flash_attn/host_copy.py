@@ -11,6 +11,7 @@ in every layer, reads afresh.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -20,14 +21,15 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Copy:
-    """What a tensor held at a version, at an address."""
+    """What a tensor held at a version, at an address, and when that is to be checked next."""
 
     tensor: weakref.ref[Tensor]
     version: int
     address: int
     values: tuple[int, ...]
+    due: float = 0.0
 
     def is_of(self, tensor: Tensor) -> bool:
         return (
@@ -43,10 +45,12 @@ class _Check:
 
     name: str
     copy: _Copy
+    tensor: Tensor  # alive until it is copied
     host: Tensor
     arrived: Callable[[], bool]
 
 
+_INTERVAL = 0.005  # seconds between two checks of a tensor: one takes the host 0.1 ms
 _copies: dict[int, _Copy] = {}  # by id of the tensor, as long as it lives
 _checks: deque[_Check] = deque()  # in the order in which they were queued
 _lock = threading.Lock()
@@ -73,8 +77,10 @@ def host_values(tensor: Tensor, name: str, fresh: bool = False) -> tuple[int, ..
     key = id(tensor)
     copy = _copies.get(key)
     if not fresh and copy is not None and copy.is_of(tensor):
-        if not any(check.copy is copy for check in _checks):  # one at a time is enough
-            _checks.append(_Check(name, copy, *_start_copy(tensor)))
+        now = time.perf_counter()
+        if now >= copy.due and not any(check.copy is copy for check in _checks):
+            _checks.append(_Check(name, copy, tensor, *_start_copy(tensor)))
+            copy.due = now + _INTERVAL
         return copy.values
     version, address = tensor._version, tensor.data_ptr()
     values = _read(tensor)
@@ -128,7 +134,6 @@ def _start_copy(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     stream, event = torch.cuda.current_stream(tensor.device), torch.cuda.Event()
     host.copy_(tensor, non_blocking=True)
-    tensor.record_stream(stream)  # the caller may drop it before the copy is done
     event.record(stream)
     return host, event.query
 

@@ -33,7 +33,6 @@ pytestmark = [  # torch warns of the tensors that are made here
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
 ]
-ADAPTERS = {"substitute_hf_flash_attn", "update_ring_flash_attn_params"}  # not tried here
 Arguments = dict[str, Any]
 
 
@@ -336,6 +335,12 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     right = {"cu_seqlens": cu.int(), "causal": True, **one}
     yield "prepare", Case(prepare, right, tuple(right), {**WHO, "cu_seqlens": offsets})
 
+    update = ring_flash_attn.update_ring_flash_attn_params
+    right = {"cu_seqlens": cu, "process_group": None}
+    kinds = {"cu_seqlens": Kind({"range": [0, 1]}, offsets_like, offsets_unlike)}
+    kinds["process_group"] = KINDS["group"]
+    yield "update", Case(update, right, tuple(right), kinds)
+
     virtual = ring_flash_attn.virtual_ring_attention
     q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8)
     options = tuple(option.name for option in fields(Options))
@@ -367,6 +372,7 @@ ALIASES = {
     "qkv": ("q", "k", "v"),
     "seqlen_k": ("seqlen",),
     "cu_seqlens_k": ("cu_seqlens",),
+    "process_group": ("group",),
 }
 
 
@@ -439,7 +445,7 @@ WHOLE = [name for name, (_, form) in FUNCTIONS.items() if form in ("func", "")]
 
 def test_every_public_function_is_tried() -> None:
     others = {case.function.__name__ for _, case in other_cases()}
-    assert {*ATTENTION, *others, *ADAPTERS} == {*ring_flash_attn.__all__}
+    assert {*ATTENTION, *others, "substitute_hf_flash_attn"} == {*ring_flash_attn.__all__}
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -455,6 +461,19 @@ def test_other_functions() -> None:
     for title, case in other_cases():
         for parameter in case.parameters:
             found += [f"{title}: {each}" for each in problems(case, parameter)]
+    assert not found, "\n".join(found)
+
+
+def test_substitution_is_refused_before_anything_is_substituted() -> None:
+    function = ring_flash_attn.substitute_hf_flash_attn
+    case = Case(function, {"process_group": None, "heads_k_stride": 1}, ())
+    rights = {"process_group": NOTHING, "heads_k_stride": ONES}
+    found = [
+        f"{parameter} = {name}: {problem}"
+        for parameter, means in rights.items()
+        for name, value in pool().items()
+        if name not in means and (problem := refuses(case, parameter, value))
+    ]
     assert not found, "\n".join(found)
 
 

@@ -364,11 +364,12 @@ def test_a_kernel_that_can_do_nothing_is_refused_before_the_start(
 
 
 def test_verify_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "ring_flash_attn.cli.verify"
     asked = []
-    monkeypatch.setattr(f"{module}.find_device", lambda device, what: torch.device("cuda", 0))
-    monkeypatch.setattr(f"{module}.check_kernels", lambda cases, choice: asked.append(choice))
-    monkeypatch.setattr(f"{module}.check_all", lambda cases, choice, *_: iter(()))
+    found = "ring_flash_attn.bench.machine.find_device"
+    monkeypatch.setattr(found, lambda device, what: torch.device("cuda", 0))
+    checker = "ring_flash_attn.cli.verifying.checker"
+    monkeypatch.setattr(f"{checker}.check_kernels", lambda cases, choice: asked.append(choice))
+    monkeypatch.setattr(f"{checker}.check_all", lambda cases, choice, *_: iter(()))
     assert rfa("verify", "ring_flash_attn_func", "--virtual").exit_code == 1, "nothing was checked"
     assert asked[0].device == "cuda"
     result = rfa("verify", "--device", "cuda:1")

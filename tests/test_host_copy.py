@@ -86,6 +86,7 @@ class Device:
         self.queue: list[Callable[[], object]] = []
         self.reads = 0
         monkeypatch.setattr(host_copy, "_copies", {})
+        monkeypatch.setattr(host_copy, "_INTERVAL", 0.0)
         monkeypatch.setattr(host_copy, "_is_far", lambda tensor: True)
         monkeypatch.setattr(host_copy, "_start_copy", self.start_copy)
         monkeypatch.setattr(host_copy, "_read", self.read)

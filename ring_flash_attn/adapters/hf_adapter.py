@@ -22,15 +22,15 @@ import sys
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from ..api import llama3_flash_attn_varlen_func
-from ..checks import CuSeqlens, check_tensor, document_lengths
-from ..comm import agree, rank_and_size, resolve_group
-from ..entry import _values
+from ..checks import CuSeqlens, check_integer, check_tensor, document_lengths
+from ..comm import agree, check_mode, rank_and_size, resolve_group
+from ..entry import document_values
 from ..llama3 import llama3_flash_attn_prepare_cu_seqlens
 from . import hf_arguments, hf_forward
 from .hf_models import RING_IMPLEMENTATION
@@ -53,7 +53,6 @@ _dispatches: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
 _interfaces: dict[str, Callable[..., Any]] = {}
 _model_calls: list[Callable[..., Any]] = []  # PreTrainedModel.__call__ as it was, or none
 
-_updates: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()  # how many, by group
 _ring_forwards: WeakSet[Callable[..., Tensor]] = WeakSet()  # candidates of ours
 
 
@@ -87,18 +86,12 @@ def update_ring_flash_attn_params(
         ValueError: with `RFA_CHECK=values`, on every rank, if they were told different documents.
     """
     rank, world_size = rank_and_size(process_group)
-    _check_agreement(cu_seqlens, resolve_group(process_group))
+    if check_mode() == "values":  # at every update: a rank cannot know whether the others changed
+        values = document_values(cu_seqlens=document_lengths(cu_seqlens, fresh=True))
+        call = ("call", "update_ring_flash_attn_params")
+        agree((call, *values.items()), resolve_group(process_group), part=rank)
     documents = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, world_size)
     DATA_PARAMS.update(zip(_DOCUMENT_KEYS, documents))
-
-
-def _check_agreement(cu_seqlens: CuSeqlens, group: ProcessGroup) -> None:
-    """With `RFA_CHECK=values`, compare the documents of the ranks, at every update anew."""
-    _updates[group] = _updates.get(group, 0) + 1
-    values = _values(cu_seqlens=document_lengths(cu_seqlens))
-    if values:
-        call = ("update_ring_flash_attn_params, call number", _updates[group])
-        agree((call, *values.items()), group)
 
 
 def shift_labels(
@@ -125,7 +118,7 @@ def shift_labels(
     """
     rank, world_size = rank_and_size(process_group)
     check_tensor("labels", labels)
-    lengths = document_lengths(cu_seqlens)
+    lengths = document_lengths(cu_seqlens, fresh=True)
     total = labels.shape[-1]
     if sum(lengths) != total or total % world_size:
         raise ValueError(
@@ -275,6 +268,9 @@ def substitute_hf_flash_attn(process_group: ProcessGroup | None, heads_k_stride:
     Raises:
         ValueError: no candidate takes the parameters of the installed transformers.
     """
+    heads_k_stride = check_integer("heads_k_stride", heads_k_stride, 1)
+    if process_group is not None:
+        resolve_group(process_group)
     original = _original_forward()
     candidates = create_ring_flash_attention_forward(process_group, heads_k_stride)
     ring = _matching(candidates, original)

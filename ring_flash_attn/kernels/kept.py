@@ -102,8 +102,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 def stream_handle(device: torch.device) -> int:
     """Of the current stream of a CUDA device; much cheaper than the stream itself."""
-    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
-    return handle
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
