@@ -146,6 +146,9 @@ def create_ring_flash_attention_forward(
     Returns:
         One function, which takes what the original of the installed version takes.
     """
+    heads_k_stride = check_integer("heads_k_stride", heads_k_stride, 1)
+    if process_group is not None:
+        resolve_group(process_group)
 
     def ring_forward(
         query_states: Tensor,
@@ -268,9 +271,6 @@ def substitute_hf_flash_attn(process_group: ProcessGroup | None, heads_k_stride:
     Raises:
         ValueError: no candidate takes the parameters of the installed transformers.
     """
-    heads_k_stride = check_integer("heads_k_stride", heads_k_stride, 1)
-    if process_group is not None:
-        resolve_group(process_group)
     original = _original_forward()
     candidates = create_ring_flash_attention_forward(process_group, heads_k_stride)
     ring = _matching(candidates, original)
