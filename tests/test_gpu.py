@@ -438,13 +438,10 @@ _ANY_STREAM = pytest.mark.parametrize(
 
 
 def _packed_gradients(x: torch.Tensor, lengths: list[int], kernel: str) -> list[torch.Tensor]:
-    """out and gradient of packed documents; cu_seqlens come from the host."""
+    """out and gradient of packed documents; the host waits for nothing."""
     cu = [0, *itertools.accumulate(lengths)]
-    x = x.detach().requires_grad_()
-    out = rfa.virtual_ring_attention(
-        x, x, x, world_size=2, layout="zigzag", route="ring", cu_seqlens=cu, causal=True,
-        kernel=kernel,
-    )  # fmt: skip
+    x, longest = x.detach().requires_grad_(), max(lengths)
+    out = rfa.flash_attn_varlen_func(x, x, x, cu, cu, longest, longest, causal=True, kernel=kernel)
     return [out.detach(), *torch.autograd.grad(out.sum(), x)]
 
 
@@ -452,7 +449,7 @@ def _packed_gradients(x: torch.Tensor, lengths: list[int], kernel: str) -> list[
 def test_one_plan_on_two_streams_of_which_one_is_held_back(kernel: str, dtype: torch.dtype) -> None:
     """The second stream's kernels read tables whose copy the first has only queued."""
     x = torch.randn(1000, 4, 64, device="cuda", dtype=dtype)
-    _packed_gradients(x, [500, 500], kernel)  # compiles
+    _packed_gradients(x, [300, 2, 698], kernel)  # compiles
     lengths = [301, 2, 697]  # a new plan
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
@@ -462,6 +459,7 @@ def test_one_plan_on_two_streams_of_which_one_is_held_back(kernel: str, dtype: t
             if stream is streams[0]:
                 torch.cuda._sleep(10**9)  # more than half a second
             found.append(_packed_gradients(x, lengths, kernel))
+    assert not streams[0].query(), "it was not held back"
     torch.cuda.synchronize()
     want = _packed_gradients(x, lengths, kernel)
     for got in found:
@@ -474,29 +472,30 @@ def test_evicted_tables_outlive_the_kernels_of_other_streams(
     monkeypatch: pytest.MonkeyPatch, kernel: str, dtype: torch.dtype
 ) -> None:
     """More plans than are kept, while a stream that is held back has yet to read its tables."""
-    from ring_flash_attn.kernels import fused_merge
     from ring_flash_attn.kernels.triton import launcher, tables
 
     def small() -> Kept:
         kept: Kept = Kept()
-        kept._newest = Cache(2, kept._retire)
+        kept._newest = Cache(4, kept._retire)  # those of one call
         return kept
 
     monkeypatch.setattr(tables, "_tables", small())
-    monkeypatch.setattr(fused_merge, "_bits", small())
     monkeypatch.setattr(launcher, "_launches", Cache(1))
     if kernel == "fa2":
         monkeypatch.setattr(load_kernel(kernel), "_launches", small())
     x = torch.randn(1000, 4, 64, device="cuda", dtype=dtype)
     lengths = [301, 2, 697]
-    want = _packed_gradients(x, lengths, kernel)
+    for first in (1, 39):  # compiles
+        _packed_gradients(x, [first, 2, 998 - first], kernel)
+    want = _packed_gradients(x, lengths, kernel)  # tables are made on this stream
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(10**9)
+        torch.cuda._sleep(4 * 10**9)  # two seconds
         got = _packed_gradients(x, lengths, kernel)
-    for first in range(1, 30):  # evicts, and takes the memory of what was evicted
-        _packed_gradients(x, [first, 1000 - first], kernel)
+    for first in range(1, 40):  # evicts, and takes the memory of what was evicted
+        _packed_gradients(x, [first, 2, 998 - first], kernel)
+    assert not stream.query(), "it has read its tables by now: hold it back for longer"
     torch.cuda.synchronize()
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
@@ -511,6 +510,9 @@ def test_the_default_device_may_be_the_gpu(kernel: str) -> None:
         got = _packed_gradients(x, [122, 478], kernel)
         got = _packed_gradients(x, [123, 477], kernel)
         rfa.flash_attn_func(x[None], x[None], x[None], dropout_p=0.1, kernel="triton")
+        rfa.virtual_ring_attention(
+            x, x, x, world_size=2, layout="zigzag", route="ring", cu_seqlens=[0, 600], kernel=kernel
+        )
     finally:
         torch.set_default_device(None)
     for a, b in zip(got, want, strict=True):
