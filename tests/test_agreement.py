@@ -150,7 +150,7 @@ def store_of(kind: str, port: int, rank: int, n: int) -> Iterator[None]:
 
 def known_here_new_there(rank: int, n: int, kind: str, port: int) -> tuple[str, float]:
     """Rank 0 makes a new call while the others repeat a known one."""
-    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=2))
+    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=5))
     x = tensors(1, 4, 2, 8)
     with store_of(kind, port, rank, n):
         ring_flash_attn_func(*x, group=group)
@@ -180,7 +180,7 @@ def test_a_call_that_only_one_rank_knows(ranks: Any, kind: str) -> None:
     assert message.startswith("ValueError"), message
     assert "rank 0 posted {" in message
     assert '"mask (left, right)": [null, 0]' in message
-    assert "ranks 1, 2 posted nothing within 2 s" in message
+    assert "ranks 1, 2 posted nothing within 5 s" in message
     assert seconds < 10
     for message, seconds in others:
         assert message.startswith("RuntimeError")
@@ -189,7 +189,7 @@ def test_a_call_that_only_one_rank_knows(ranks: Any, kind: str) -> None:
 
 def failed_before(rank: int, n: int) -> str:
     """Rank 2's own arguments are wrong, so that it never posts anything."""
-    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=1))
+    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=4))
     x = tensors(1, 4, 2, 8)
     return error_of(lambda: ring_flash_attn_func(*x, -1.0 if rank == 2 else 0.0, group=group))
 
@@ -198,13 +198,13 @@ def test_a_rank_that_failed_before_is_named(ranks: Any) -> None:
     messages = ranks(3).run(failed_before)
     assert "dropout_p" in messages[2]
     for message in messages[:2]:
-        assert "rank 2 posted nothing within 1 s" in message
+        assert "rank 2 posted nothing within 4 s" in message
         assert "ranks 0, 1 posted {" in message
 
 
 def retried(rank: int, n: int, port: int) -> str:
     """Rank 2 is wrong once; then everybody makes the same call. "" if that works."""
-    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=2))
+    group = dist.new_group(list(range(n)), timeout=timedelta(seconds=4))
     x = tensors(1, 4, 2, 8)
     with store_of("tcp", port, rank, n):
         error_of(lambda: ring_flash_attn_func(*x, -1.0 if rank == 2 else 0.0, group=group))
@@ -233,7 +233,7 @@ def late(rank: int, n: int, port: int) -> list[str]:
     ):
         warnings.simplefilter("always")
         if rank == 1:
-            time.sleep(1.5)
+            time.sleep(3)
         ring_flash_attn_func(*tensors(1, 4, 2, 8), group=group)
     return [str(warning.message) for warning in caught]
 
@@ -248,7 +248,7 @@ def test_a_late_rank_is_waited_for(ranks: Any) -> None:
 def in_two_threads(rank: int, n: int, port: int) -> list[str]:
     """Two groups, each in a thread of its own; the two ranks begin with different ones."""
     store = dist.TCPStore("127.0.0.1", port, n, is_master=rank == 0)
-    groups = [dist.new_group(list(range(n)), timeout=timedelta(seconds=5)) for _ in range(2)]
+    groups = [dist.new_group(list(range(n)), timeout=timedelta(seconds=20)) for _ in range(2)]
     names = {id(group): str(i) for i, group in enumerate(groups)}
     said = ["", ""]
 

@@ -87,12 +87,14 @@ def test_messages_for_troubleshooting_are_ours(
         str(tools._why_not("nsys", "Nsight Systems", subject)),
         raised(kernels.choose_kernel, "triton", plain_call(torch.float64)).splitlines()[0],
         raised(comm.resolve_group, None),
+        agreement._NEW_GROUP,
         *reasons,
     ]
     for message in messages:
         assert message in text("docs/troubleshooting.md"), message
     for words, module in (
         ("the ranks of the group do not make the same call:", agreement),
+        (" of the group did not come to this call within ", agreement),
         ("it is installed but cannot be imported", kernels),
     ):
         assert words in text("docs/troubleshooting.md")
