@@ -193,6 +193,16 @@ def test_compare_against_another() -> None:
     assert "speed-up: against SDPA math" in result.output
 
 
+def test_native_that_cannot_run_is_left_out_with_the_reason() -> None:
+    result = rfa("compare", "reference", "native", *TINY, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "kernel 'native' cannot do this call" in result.output
+    assert "fastest, both: reference" in result.output
+    for options in (("--versus", "native"), ("--gate",)):
+        refused = rfa("compare", "reference", "native", *TINY, "--device", "cpu", *options)
+        assert refused.exit_code == 2, refused.output
+
+
 def test_a_gate_on_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
         found = {"SDPA math": 3.0, "reference": 6.0, "torch standard": 1.0}
@@ -219,7 +229,7 @@ def test_a_gate_on_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert rfa("compare", *TINY, *beside, "--min-speed", "0.4").exit_code == 0
     named = rfa("compare", "reference", "fa2", *TINY, *beside, "--min-speed", "0.4")
     assert named.exit_code == 1, named.output
-    assert "fa2, both: it failed" in named.output, "it was asked for"
+    assert "fa2, both: cannot: no GPU" in named.output, "it was asked for"
     monkeypatch.setattr("ring_flash_attn.bench.measure.measure", without_baseline)
     failed = rfa("compare", *TINY, *beside, "--gate")
     assert failed.exit_code == 1, failed.output

@@ -351,16 +351,16 @@ def test_a_kernel_that_can_do_nothing_is_refused_before_the_start(
     monkeypatch.setattr("ring_flash_attn.cli.verifying.checker.check_all", pytest.fail)
     arguments = ("verify", "ring_flash_attn_func", "--device", "cpu", "--kernel", "reference")
     for wrong, words in (
-        (("--kernel", broken, "--feature", "sink"), ("kernel 'broken' can", "no sinks here")),
-        (("--kernel", "triton", "--kernel", "native"), ("kernel 'triton' can", "TRITON_INTERPRET")),
-        (("--kernel", "triton", "--kernel", "native"), ("kernel 'native' can", "fa2: it needs an")),
-        (("native_ring_flash_attn_func",), ("native_ring_flash_attn_func can do nothing",)),
+        (("--kernel", broken, "--feature", "sink"), ("--kernel broken can", "no sinks here")),
+        (("--kernel", "triton", "--kernel", "native"), ("--kernel triton can", "TRITON_INTERPRET")),
+        (("--kernel", "triton", "--kernel", "native"), ("--kernel native can", "fa2: it needs an")),
+        (("native_ring_flash_attn_func",), ("native_ring_flash_attn_func can do none",)),
     ):
         result = rfa(*arguments, *wrong)
         assert result.exit_code == 2, result.output
         for each in words:
             assert each in result.output
-        assert "'reference'" not in result.output, "it can"
+        assert "--kernel reference can" not in result.output, "it can"
 
 
 def test_verify_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

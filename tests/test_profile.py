@@ -278,7 +278,7 @@ def test_findings_about_counters_and_others() -> None:
     assert "tensor cores 68 % busy, and the processors 70 %" in text
     assert "uses 35 % of the bandwidth of DRAM" in text
     assert "wait most for: long scoreboard (2.00 warps" in text
-    assert "SDPA cuDNN: 0.500 ms, 0.50 times as long as triton's 1.000 ms" in text
+    assert "SDPA cuDNN: 0.500 ms; triton takes 1.000 ms, 2.00 times as long" in text
     assert "rfa compare" in text
     assert "--kernel fa4" in said(replace(of, comparison=(rows[0], rows[2])))
     whole = summary(of)
@@ -302,7 +302,7 @@ def test_verdicts_have_the_limits_of_the_documents() -> None:
         changes = {"timed": (Timed(BOTH, (1.0,), 0.5, roof, 0),), "peak": roof.peak}
         found = verdict_of(facts(subject=half, machine=a100, **changes))
         assert found[what] == f"{tflops:.4g} TFLOP/s {word}"
-        assert found["GPU clock"] == "1410 MHz good"
+        assert found["GPU clock just after the last run"] == "1410 MHz good"
     # Elsewhere, and in fp32, the same shares of the measured peak: 48 % and 32 % of 10 TFLOP/s.
     for machine in (a100, {"device": "another GPU"}):
         found = verdict_of(facts(machine=machine))
@@ -328,11 +328,11 @@ def test_verdicts_on_the_gpu_and_who_else_uses_it() -> None:
         "GPU busy, in calls one after the other": "62.5 % needs work",
         "processors (SM) of `attend`": "70 % fair",
         "speed-up over torch standard": "1.9x needs work",
-        "GPU clock": "1200 MHz needs work",
+        "GPU clock just after the last run": "1200 MHz needs work",
         "other processes on the GPU": "2 needs work",
     }
     whole = summary(of)
-    assert "| GPU clock | 1200 MHz | good: 90 % of 1980 MHz or more | needs work |" in whole
+    assert "last run | 1200 MHz | good: 90 % of 1980 MHz or more | needs work |" in whole
     assert "- other processes on the GPU: try end them" in whole
 
 

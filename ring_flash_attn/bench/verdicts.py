@@ -76,7 +76,7 @@ def machine_verdicts(machine: Mapping[str, Any]) -> Iterator[Verdict]:
         advice = "find what limits it: `nvidia-smi -q -d CLOCK,PERFORMANCE`, power, temperature"
         word = GOOD if now >= _CLOCK * most else POOR
         limits = f"good: {100 * _CLOCK:.0f} % of {most:.0f} MHz or more"
-        yield Verdict("GPU clock", f"{now:.0f} MHz", limits, word, advice)
+        yield Verdict("GPU clock just after the last run", f"{now:.0f} MHz", limits, word, advice)
     others = machine.get("other_processes")
     if others is not None:
         word = POOR if others else GOOD

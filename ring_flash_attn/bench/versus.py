@@ -49,7 +49,7 @@ def _percent(size: int, of: int) -> float:
 def misses(row: Row, limits: Limits) -> Iterator[str]:
     """Every reason why the gate does not let a row through."""
     if row.failed is not None:
-        yield "it failed"
+        yield row.failed.splitlines()[0]
     elif SPEED not in row.values:
         yield "the baseline failed"
     else:

@@ -95,7 +95,7 @@ def bench(
     peak = None
     try:
         with running(console, "bench", len(workloads)) as (say, advance):
-            say("what the device does at best")
+            say("measuring the peak")
             peak = measure_peak(where, workloads[0].dtype)
             for name, each in zip(names, workloads, strict=True):
                 rows += measure(

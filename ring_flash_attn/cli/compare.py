@@ -103,6 +103,7 @@ def compare(
     from ..bench.measure import check_graphs, find_all, measure
     from ..bench.peers import find_implementation
 
+    left_out = ""
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
     try:
@@ -110,7 +111,11 @@ def compare(
         where = find_device(device, "a comparison")
         check_graphs(graphs, where)
         workloads = make_workloads(preset, numbers, causal, window, dtype)
-        versus = versus or (NATIVE if NATIVE in (names or ()) else None)
+        if versus is None and NATIVE in (names or ()):
+            versus = NATIVE
+            if not (gate or min_speed is not None or max_memory is not None):
+                names, left_out = _without_native(names or [], workloads[0], where)
+                versus = None if left_out else NATIVE
         limits = find_limits(gate, min_speed, max_memory, versus or "", where)
         asked = [*(names or implementation_names()), *([versus] if versus else [])]
         for each in workloads:
@@ -123,10 +128,12 @@ def compare(
     grad = not without_gradients(preset, no_grad)
     rows: list[Row] = []
     peak, passed = None, True
-    console.print(f"On {device_name(where)}, {rounds} rounds.", markup=False)
+    if left_out:
+        console.print(left_out, markup=False)
+    console.print(f"On {device_name(where)}, {rounds} round{'s' * (rounds > 1)}.", markup=False)
     try:
         with running(console, "compare", len(workloads)) as (say, advance):
-            say("what the device does at best")
+            say("measuring the peak")
             peak = (measure_peak(where, workloads[0].dtype), workloads[0].dtype)
             for each in workloads:
                 measured = measure(
@@ -156,6 +163,22 @@ def compare(
     if where.type == "cpu":
         console.print(ON_CPU)
     raise typer.Exit(int(not passed or all(row.failed is not None for row in rows)))
+
+
+def _without_native(
+    names: Sequence[str], workload: Workload, device: torch.device
+) -> tuple[list[str], str]:
+    """What else is named, and why, if `native` cannot do it; NotImplementedError if it is alone."""
+    from ..bench.peers import find_implementation
+
+    try:
+        find_implementation(NATIVE, workload, device)
+    except NotImplementedError as error:
+        others = [name for name in names if name != NATIVE]
+        if not others:
+            raise
+        return others, str(error)
+    return list(names), ""
 
 
 def _check_gate(

@@ -54,10 +54,11 @@ def diff(
 ) -> None:
     """Compare two files of results, row by row.
 
-    The interval of a change is its median plus and minus three standard errors, from the spread of
-    the rounds. A row is slower or faster if its median changed by more than --fail-above and the
-    interval excludes 0; it is the same if the interval lies within --fail-above. Any other is too
-    noisy to tell, as is one with fewer than 4 rounds: measure again with more --repeats.
+    The interval of a change is after / before, times and divided by exp(3 standard errors), from
+    the spread of the rounds. A row is slower or faster if its median changed by more than
+    --fail-above and the interval excludes 0; it is the same if the interval lies within
+    --fail-above. Any other is too noisy to tell, as is one with fewer than 4 rounds: measure again
+    with more --repeats.
 
     Exit code 1: something is slower, needs more memory, fails, or is wrong: beyond its limit, or
     four times as far from fp64 as before. 3: only with --fail-on-noisy. 2: wrong arguments.

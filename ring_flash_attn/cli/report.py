@@ -14,7 +14,7 @@ from .screen import screen, status
 def report(
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="What bench, compare, replay or verify wrote."),
+        typer.Argument(metavar="FILE...", help="What bench, compare, ring, replay, verify wrote."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Of the page.")] = "ring_flash_attn: results",

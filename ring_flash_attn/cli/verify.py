@@ -170,6 +170,8 @@ def verify(
             console.print(precision_table(title, lines))
         console.print(READING, markup=False)
         differences = list(difference_lines(results, choice.world_size, verbose > 0))
+        if versus and not any(versus in result.differences for result in results):
+            console.print(f"--versus {versus}: no other kernel was used", markup=False)
         for title, lines in differences:
             console.print(precision_table(title, lines))
         if differences:

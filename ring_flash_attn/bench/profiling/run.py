@@ -55,7 +55,7 @@ def profile(subject: Subject, context: Context) -> Facts:
     """Find out everything about the subject, and write it into the folder."""
     device, report = subject.device, context.report
     with on_device(device):
-        report("what the device does at best")
+        report("measuring the peak")
         peak = measure_peak(device, subject.workload.dtype)
         where = machine(device)
         if peak is not None:

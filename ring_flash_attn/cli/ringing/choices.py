@@ -93,7 +93,7 @@ def choose_targets(asked: Asked, way: Way) -> Chosen:
             tried.insert(0, (Named(named.family, named.form), asked.versus))
         own = [_find(e, layout, route, packed, kernel, size, way) for e, kernel in tried]
         for (each, kernel), finding in zip(tried, own, strict=True):
-            who = each.name if each.prefix else f"kernel {kernel!r}"
+            who = each.name if each.prefix else f"--kernel {kernel}"
             reasons.setdefault(who, []).append(finding.failed)
             found.setdefault(finding.target.name, finding)
             if asked.versus:

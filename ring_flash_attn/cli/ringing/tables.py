@@ -127,8 +127,8 @@ def _cells(row: Row, best: float | None) -> list[str]:
 
 
 def _notes(found: Found) -> Iterator[str]:
-    yield "theoretic: the same kernel on one rank's own tokens, on one device; / number of ranks, "
-    yield "           which have as many times more to do each. eff.: theoretic / measured time."
+    yield "theoretic: iter/s of the same kernel on one device, with one rank's tokens, / number of"
+    yield "           ranks: each meets the keys of all. eff.: theoretic / measured time."
     yield "GB: most memory above inputs, outputs and gradients, of the rank that holds most."
     if any(finding.target.form.startswith("qkv") for finding in found.findings):
         yield "qkvpacked functions have as many KV heads as query heads."

@@ -215,7 +215,7 @@ def check_kernels(cases: Sequence[Case], choice: Choice) -> None:
         own = [case for case in cases if case.kernel == kernel]
         reasons = _why_none(own, device)
         if reasons:
-            asked = f"kernel {kernel!r}" if kernel in choice.kernels else own[0].function
+            asked = f"--kernel {kernel}" if kernel in choice.kernels else own[0].function
             refused[asked] = reasons
     refuse_kernels(refused, device)
 

@@ -22,13 +22,15 @@ from .measure import (
 
 ALL, NONE = "all", ""  # ranks
 READING = (
-    "Absolute differences from softmax attention in fp64, and the largest over the largest value "
-    "(where terms cancel to less than their rounding, over that); of each the worst case. "
-    "accepted: limits of the original documents, for bf16 and fp16."
+    "max, mean, rmse: absolute differences from softmax attention in fp64. relative: max over the "
+    "largest value of the tensor; where terms cancel to almost nothing, over 20 times their "
+    "rounding. Each is the worst of all cases. accepted: limits of the original documents, for "
+    "bf16 and fp16."
 )
 READING_DIFFERENCES = (
     "Differences between two results of the same inputs: of ranks from one device with the same "
-    "kernel, and of one kernel from another. accepted: the same limits."
+    "kernel, and of one kernel from another. accepted: the same limits; the exit code does not "
+    "depend on them."
 )
 COLUMNS = ("tensor", "rank", "max", "mean", "rmse", "relative", "accepted", "")
 
