@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from .checks import autocast_dtype
 from .comm import Transport
+from .host_copy import raise_if_stale
 from .kernels.base import Call, Grads, Kernel, Saved, State, as_block, as_direct
 from .kernels.merge import merge
 from .path import Only, Path
@@ -84,6 +85,7 @@ class _Attention(torch.autograd.Function):
         outs, lses = [out for out, _ in results], [lse for _, lse in results]
         slopes = job.call.alibi_slopes
         if slopes is not None:  # saved as a tensor, so that autograd notices if it is changed
+            slopes = slopes.clone() if slopes.is_inference() else slopes
             job = replace(job, call=replace(job.call, alibi_slopes=None))
         ctx.job = job
         ctx.save_for_backward(sink, slopes, *flat, *outs, *lses)
@@ -98,6 +100,7 @@ class _Attention(torch.autograd.Function):
                 "its gradients (a gradient penalty, a Hessian) would get no gradient. torch's "
                 "scaled_dot_product_attention has second derivatives, with SDPBackend.MATH"
             )
+        raise_if_stale()
         job = ctx.job
         count = len(job.ranks)
         sink, slopes, *saved = ctx.saved_tensors

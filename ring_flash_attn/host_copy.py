@@ -30,6 +30,7 @@ class _Copy:
     address: int
     values: tuple[int, ...]
     due: float = 0.0
+    is_checked: bool = False  # a copy is under way
 
     def is_of(self, tensor: Tensor) -> bool:
         return (
@@ -78,9 +79,11 @@ def host_values(tensor: Tensor, name: str, fresh: bool = False) -> tuple[int, ..
     copy = _copies.get(key)
     if not fresh and copy is not None and copy.is_of(tensor):
         now = time.perf_counter()
-        if now >= copy.due and not any(check.copy is copy for check in _checks):
-            _checks.append(_Check(name, copy, tensor, *_start_copy(tensor)))
-            copy.due = now + _INTERVAL
+        if now >= copy.due and not copy.is_checked:
+            copy.due, copy.is_checked = now + _INTERVAL, True
+            check = _Check(name, copy, tensor, *_start_copy(tensor))
+            with _lock:
+                _checks.append(check)
         return copy.values
     version, address = tensor._version, tensor.data_ptr()
     values = _read(tensor)
@@ -91,15 +94,22 @@ def host_values(tensor: Tensor, name: str, fresh: bool = False) -> tuple[int, ..
 
 def raise_if_stale() -> None:
     """RuntimeError if one of the copies that have arrived is not what a call took it for."""
+    if not _checks:
+        return
     with _lock:
+        if _checks and _capturing(_checks[0].tensor):  # events cannot be asked now
+            return
         while _checks and _checks[0].arrived():
             check = _checks.popleft()
+            check.copy.is_checked = False
             now = tuple(check.host.tolist())
             if now == check.copy.values:
                 continue
             tensor = check.copy.tensor()
             if tensor is not None:
                 _copies.pop(id(tensor), None)
+            for other in _checks:
+                other.copy.is_checked = False
             _checks.clear()
             raise RuntimeError(
                 f"an earlier call took {check.name} for {_short(check.copy.values)}, but it held "

@@ -49,7 +49,13 @@ from ring_flash_attn import (
     position_ids,
     shard,
 )
-from ring_flash_attn.adapters import hf_adapter, hf_arguments, hf_forward, shift_labels
+from ring_flash_attn.adapters import (
+    hf_adapter,
+    hf_arguments,
+    hf_forward,
+    hf_models,
+    shift_labels,
+)
 
 DOCUMENTS = [5, 1, 13, 4, 9]  # 32 tokens; no boundary falls on that of a shard
 SIZES = {
@@ -456,9 +462,12 @@ def documents_of(cu_seqlens: list[int], rank: int, world_size: int) -> dict[str,
 
 POSITIONS = {  # cu_seqlens, rank of 2, positions, what is wrong with them
     "a slice": ([0, 3, 16], 1, list(range(5, 13)), None),
-    "the whole sequence's": ([0, 3, 16], 1, list(range(8, 16)), "has position 8, but is at 5"),
+    "the whole sequence's": ([0, 3, 16], 1, list(range(8, 16)), None),
     "counted from 0": ([0, 3, 16], 1, list(range(8)), "token 0 of this rank has position 0"),
-    "across documents": ([0, 3, 16], 0, list(range(8)), "token 3 of this rank has position 3"),
+    "across documents": ([0, 3, 16], 0, list(range(8)), None),
+    "a zigzag shard": ([0, 16], 0, [0, 1, 2, 3, 12, 13, 14, 15], "has position 12, but is at 4"),
+    "padding from the first rank on": ([0, 16], 0, [0, 1, 2, 3, 4, 0, 0, 0], None),
+    "padding alone on the second": ([0, 16], 1, [0] * 8, None),
     "padding in the last document": ([0, 3, 16], 1, [5, 6, 7, 8, 0, 0, 0, 0], None),
     "padding in the only document": ([0, 16], 1, [8, 9, 10, 11, 12, 13, 0, 0], None),
     "a document of padding": ([0, 3, 16], 0, [0, 1, 2, 0, 0, 0, 0, 0], None),
@@ -483,6 +492,34 @@ def test_positions(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     refused = pytest.raises(ValueError, match=message) if message else nullcontext()
     with refused:
         hf_arguments.check_positions(positions, size, documents, None)
+    monkeypatch.setenv("RFA_CHECK", "off")  # positions that are skipped on purpose
+    hf_arguments.check_positions(positions, size, documents, None)
+
+
+def test_models_that_do_not_take_the_ring_can_be_compiled(calls: list[dict[str, Any]]) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.config._attn_implementation = "sdpa"
+    hf_adapter.substitute_hf_flash_attn(None, heads_k_stride=1)
+    ids = torch.arange(6)[None]
+
+    def logits(ids: Tensor) -> Tensor:
+        return model(ids, use_cache=False).logits
+
+    compiled = torch.compile(logits, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids), logits(ids))
+    assert not calls
+
+
+def test_attention_behind_a_partial_counts(calls: list[dict[str, Any]]) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).model
+    model.config._attn_implementation = "ring_attention"
+    for layer in model.layers:
+        layer.self_attn.forward = functools.partial(type(layer.self_attn).forward, layer.self_attn)
+    hf_models.check_model(model)
+    for layer in model.layers:
+        layer.self_attn.forward = functools.partial(torch.nn.functional.relu)
+    with pytest.raises(ValueError, match="does not call transformers' attention interface"):
+        hf_models.check_model(model)
 
 
 MIXED: dict[str, Callable[[], Any]] = {

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "host_copy": set(),
     "checks": {"host_copy"},
     "walk": {*DATA, "comm", "trace"},
-    "attention": {*DATA, "checks", "comm", "kernels", "walk", "trace"},
+    "attention": {*DATA, "checks", "comm", "host_copy", "kernels", "walk", "trace"},
     "llama3": {*DATA, "checks"},
     "job": {*ENGINE, "llama3"},
     "entry": {*ENGINE, "llama3", "job", "cache"},

@@ -181,6 +181,18 @@ def test_what_is_called_once_for_a_batch_reads_afresh(device: Device) -> None:
     host_copy.raise_if_stale()
 
 
+def test_a_stale_copy_is_an_error_of_the_backward_pass(device: Device) -> None:
+    """Before its gradients reach the optimizer."""
+    x = torch.randn(12, 2, 8, requires_grad=True)
+    buffer = torch.tensor(BEFORE)
+    document_lengths(buffer)
+    device.queue.append(lambda: through_data(buffer))
+    out = flash_attn_varlen_func(x, x, x, buffer, buffer, 12, 12, causal=True)
+    device.catch_up()
+    with pytest.raises(RuntimeError, match=r"held \[0, 4, 12\]"):
+        out.sum().backward()
+
+
 def test_a_stale_copy_is_found_though_the_tensor_is_gone(device: Device) -> None:
     buffer = torch.tensor(BEFORE)
     document_lengths(buffer)

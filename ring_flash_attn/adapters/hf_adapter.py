@@ -172,7 +172,7 @@ def create_ring_flash_attention_forward(
         hf_arguments.check_mask(attention_mask, is_causal)
         hf_arguments.check_keywords(kwargs)
         documents = hf_forward.documents_of_call(
-            position_ids, query_states, process_group, _latest_documents(query_states.device)
+            position_ids, query_states, process_group, _latest_documents()
         )
         dtype = kwargs.get("target_dtype")
         out = llama3_flash_attn_varlen_func(
@@ -384,14 +384,11 @@ def _own_interface(module: Any) -> Callable[..., Any]:
     return _interfaces[name]
 
 
-def _latest_documents(device: torch.device) -> dict[str, Any]:
+def _latest_documents() -> dict[str, Any]:
     missing = [key for key in _DOCUMENT_KEYS if key not in DATA_PARAMS]
     if missing:
         raise ValueError(
             f"DATA_PARAMS lacks {missing}: call update_ring_flash_attn_params(cu_seqlens, "
             "process_group) before the model's forward pass"
         )
-    for key in ("cu_seqlens_q", "cu_seqlens_k"):  # made from a list, perhaps
-        if DATA_PARAMS[key].device != device:
-            DATA_PARAMS[key] = DATA_PARAMS[key].to(device)
     return {key: DATA_PARAMS[key] for key in _DOCUMENT_KEYS}

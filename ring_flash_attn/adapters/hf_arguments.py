@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..comm import rank_and_size
+from ..comm import check_mode, rank_and_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,8 +90,10 @@ def check_positions(
 ) -> None:
     """Refuse positions that contradict the documents; one device sync if they do not.
 
-    Zeros up to the end of the sequence are padding, whether it is part of the last document or one
-    of its own.
+    Positions in the whole sequence, across documents, are accepted too: rotary embeddings see
+    differences alone. `RFA_CHECK=off` accepts all, for those who change positions on purpose. Zeros
+    up to the end of the sequence are padding, whether it is part of the last document or one of
+    its own.
 
     Args:
         position_ids: (1, size), or (axes, 1, size) of multimodal models. With several axes only
@@ -100,6 +102,8 @@ def check_positions(
         documents: `cu_seqlens_q`, `cu_seqlens_k` and `local_k_slice` of this rank.
         group: the ranks that share the sequence.
     """
+    if check_mode() == "off":
+        return
     if position_ids.numel() == 0 or position_ids.numel() % size:
         raise ValueError(
             f"position_ids has shape {tuple(position_ids.shape)}, but this rank holds {size} tokens"
@@ -112,6 +116,10 @@ def check_positions(
     if not wrong.any():
         return
     first = int(wrong.nonzero()[0])
+    if not several:
+        end = documents["local_k_slice"].start + int(documents["cu_seqlens_k"][-1])
+        if torch.equal(found, torch.arange(end - size, end, device=found.device)):
+            return
     if _is_padding(found, first, documents, group):
         return
     if several:
@@ -139,13 +147,14 @@ def _positions(size: int, documents: Mapping[str, Any], device: torch.device) ->
 def _is_padding(
     found: Tensor, first: int, documents: Mapping[str, Any], group: ProcessGroup | None
 ) -> bool:
-    """Whether tokens from `first` on are zeros in the last document; of an only one, at its end."""
+    """Whether tokens from `first` on are zeros in the last document, but not all of the sequence.
+
+    The same on all ranks that padding reaches, so that none waits for another that refuses.
+    """
     start = int(documents["cu_seqlens_q"][-2])
     if first < start or found[first:].any():
         return False
-    is_only_one = documents["local_k_slice"].start + int(documents["cu_seqlens_k"][-2]) == 0
-    rank, world_size = rank_and_size(group)
-    return not is_only_one or rank == world_size - 1
+    return bool(found.any()) or rank_and_size(group)[0] > 0
 
 
 def check_keywords(kwargs: Mapping[str, Any]) -> None:

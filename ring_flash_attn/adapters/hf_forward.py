@@ -71,10 +71,7 @@ def watch(
         What takes the place of `call`.
     """
 
-    @functools.wraps(call)
-    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_on() or not hf_models.takes_ring_attention(model):
-            return call(model, *args, **kwargs)
+    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
         _check_model(model)
         given = dict(zip(_parameters(type(model).forward), args)) | kwargs
         _check_labels(model, given, group)
@@ -96,7 +93,14 @@ def watch(
             _note_backward(output, forward.documents)
         return output
 
-    return torch.compiler.disable(watched, recursive=False)
+    checked = torch.compiler.disable(checked, recursive=False)
+
+    @functools.wraps(call)
+    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
+        is_ring = is_on() and hf_models.takes_ring_attention(model)
+        return (checked if is_ring else call)(model, *args, **kwargs)  # others may be compiled
+
+    return watched
 
 
 def documents_of_call(
@@ -150,6 +154,7 @@ def _documents_again(
     return candidates[0] if candidates else latest
 
 
+@torch.compiler.disable
 def _note_backward(output: Any, documents: Documents) -> None:
     """Note the documents when a backward pass comes back to the model, before its layers run."""
 
@@ -165,6 +170,7 @@ def _note_backward(output: Any, documents: Documents) -> None:
             value.register_hook(reached)
 
 
+@torch.compiler.disable
 def _check_model(model: Any) -> None:
     name = model.config._attn_implementation
     if _checked.get(model) != name:
@@ -172,6 +178,7 @@ def _check_model(model: Any) -> None:
         _checked[model] = name
 
 
+@torch.compiler.disable
 def _check_labels(model: Any, given: Mapping[str, Any], group: ProcessGroup | None) -> None:
     """Say that a slice's last token has no target, where the model shifts the labels itself."""
     if given.get("labels") is None or given.get("shift_labels") is not None:

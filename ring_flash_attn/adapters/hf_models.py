@@ -6,6 +6,7 @@ see this rank's slice only. Such a model is refused before its first forward pas
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
@@ -106,6 +107,8 @@ class _Judge:
     def _calls_attention(self, module: nn.Module) -> bool:
         kind = type(module)
         if "forward" in vars(module):  # assigned to this one; the class has other methods
+            if not inspect.isfunction(_forward(module)):
+                return True  # its code cannot be seen: whoever assigned it answers for it
             methods = [_forward(module), *_methods(kind, but="forward")]
             return any(_names(method) & _ATTENTION for method in methods)
         if kind not in self.known:
@@ -140,6 +143,8 @@ def _is_recurrent(module: nn.Module) -> bool:
 def _forward(module: Any) -> Callable[..., Any]:
     """The function behind a module's forward: the class's, or one that was assigned to it."""
     forward = inspect.unwrap(module.forward)
+    while isinstance(forward, functools.partial):
+        forward = inspect.unwrap(forward.func)
     return getattr(forward, "__func__", forward)
 
 

@@ -14,7 +14,6 @@ where a rank knows its own part alone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import warnings
@@ -58,7 +57,8 @@ class _Known:
 
 
 _known: WeakKeyDictionary[ProcessGroup, _Known] = WeakKeyDictionary()
-_failed: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()  # how far the last call got
+_failed: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()  # how far a call got
+UNDER_WAY = "with messages under way"
 _FAILED = "the call before failed"
 _NEW_GROUP = "messages of a call that failed may still be under way: make a new process group"
 
@@ -72,14 +72,19 @@ def check_mode() -> str:
 
 
 def call_failed(group: ProcessGroup, progress: str) -> None:
-    """Note that a call ended in the middle: the next one asks whether it did on all ranks."""
+    """Note that a call ended in the middle: the next one asks whether it did on all ranks.
+
+    Args:
+        group: the ranks.
+        progress: how far it got, or UNDER_WAY.
+    """
     _failed[group] = progress
 
 
-def refuse_after_failure(group: ProcessGroup) -> None:
-    """ValueError if a call has failed, and no later one has found out that all ranks are even."""
+def meet_after_failure(group: ProcessGroup) -> None:
+    """Before a pass that asks for nothing itself (a backward pass): the same question."""
     if group in _failed:
-        raise ValueError(_NEW_GROUP)
+        agree((("call", "a backward pass"),), group)
 
 
 def agree(signature: Signature, group: ProcessGroup, part: object = None) -> list[Any]:
@@ -100,10 +105,11 @@ def agree(signature: Signature, group: ProcessGroup, part: object = None) -> lis
     """
     if dist.get_world_size(group) == 1:
         return []
-    if check_mode() == "off":
-        refuse_after_failure(group)
-        return []
     failed = _failed.get(group)
+    if check_mode() == "off":
+        if failed is not None:
+            raise ValueError(_NEW_GROUP)
+        return []
     known = _known.get(group)
     if known is None:
         known = _known[group] = _Known(group)
@@ -118,6 +124,8 @@ def agree(signature: Signature, group: ProcessGroup, part: object = None) -> lis
         if any(_FAILED in call for call in calls.values()):
             _failed.setdefault(group, "on other ranks")
         raise ValueError(_describe(calls, group))
+    if failed == UNDER_WAY:
+        raise ValueError(_NEW_GROUP)
     _failed.pop(group, None)  # at the same place on all ranks: nothing is left of it
     known.signatures.add(signature, True)
     return [posted[rank][1] for rank in sorted(posted)]
@@ -130,12 +138,15 @@ def _exchange(text: str, group: ProcessGroup, known: _Known) -> dict[int, Any]:
     known.rounds += 1
     keys = [f"ring_flash_attn/{known.life}/{known.rounds}/{r}" for r in range(world_size)]
     store.set(keys[rank], text)
-    posted = _read(keys, group, store)
-    if len(posted) == world_size:  # all are here, so all have read the round before
-        store.delete_key(f"ring_flash_attn/{known.life}/{known.rounds - 1}/{rank}")
-    else:  # whoever missed this round would start with it: so do we, next time
-        store.delete_key(keys[rank])
-        known.rounds -= 1
+    posted: dict[int, Any] = {}
+    try:
+        posted = _read(keys, group, store)
+    finally:
+        if len(posted) == world_size:  # all are here, so all have read the round before
+            store.delete_key(f"ring_flash_attn/{known.life}/{known.rounds - 1}/{rank}")
+        else:  # whoever missed this round would start with it: so do we, next time
+            store.delete_key(keys[rank])
+            known.rounds -= 1
     return posted
 
 
@@ -145,10 +156,13 @@ def _read(keys: Sequence[str], group: ProcessGroup, store: Any) -> dict[int, Any
     patience = min(PATIENCE, timeout / 2)
     posted: dict[int, Any] = {}  # also of ranks that leave before us, and take their word with them
     for seconds in (patience, timeout - patience):
-        with contextlib.suppress(RuntimeError):  # DistStoreError, or a FileStore's plain one
+        try:
             store.wait(keys, seconds)
-        here = {r: text for r, key in enumerate(keys) if (text := _get(store, key)) is not None}
-        posted |= {r: json.loads(text) for r, text in here.items()}
+            texts = [text.decode() for text in store.multi_get(keys)]
+        except RuntimeError:  # DistStoreError, or a FileStore's plain one
+            texts = [_get(store, key) for key in keys]
+        here = {rank: text for rank, text in enumerate(texts) if text}
+        posted |= {rank: json.loads(text) for rank, text in here.items()}
         if len(here) == len(keys):
             break
         if seconds is patience:
@@ -163,13 +177,13 @@ def _read(keys: Sequence[str], group: ProcessGroup, store: Any) -> dict[int, Any
     return posted
 
 
-def _get(store: Any, key: str) -> str | None:
-    """What is posted there; None if it is not, or not any more."""
+def _get(store: Any, key: str) -> str:
+    """What is posted there; "" if nothing is, or not any more."""
     try:
         text: bytes = store.get(key) if store.check([key]) else b""
     except RuntimeError:  # removed in between
-        return None
-    return text.decode() or None  # a TCPStore answers so if it was removed in between
+        return ""
+    return text.decode()  # a TCPStore answers "" if it was removed in between
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..trace import span
-from .agreement import agree, call_failed, refuse_after_failure
+from .agreement import UNDER_WAY, agree, call_failed, group_timeout, meet_after_failure
 from .base import Message
 
+_DRAIN = timedelta(seconds=10)  # of a call that has failed, for messages of other ranks
 _TAG = 0x524641  # on gloo: a user's own messages in the group, with another tag, are not ours
 _connected: WeakSet[ProcessGroup] = WeakSet()  # NCCL groups that have run a collective of ours
 
@@ -94,7 +96,7 @@ class DistributedTransport:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        refuse_after_failure(group)
+        meet_after_failure(group)
         self._group, self._posted = group, 0
         self._gloo = _is_gloo(group, device)
         self._staged = self._gloo and device.type != "cpu"
@@ -128,22 +130,33 @@ class DistributedTransport:
             self._sent.append(host.copy_(tensor))
         return host
 
-    def wait(self) -> None:
-        """Make the current stream (with gloo: the host) wait for what was posted."""
-        requests, self._requests = self._requests, []
-        for request in requests:
-            request.wait()
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Make the current stream (with gloo: the host) wait for what was posted.
+
+        Args:
+            timeout: of each message, on gloo; None for the group's.
+        """
+        for request in self._requests:
+            if timeout is not None and self._gloo:
+                request.wait(timeout)
+            else:
+                request.wait()
         for tensor, host in self._arrivals:
             tensor.copy_(host)  # from pinned memory; returns when the copy is done
-        self._arrivals, self._sent = [], []
+        self._requests, self._arrivals, self._sent = [], [], []
 
     def abandon(self, steps: Sequence[bool], drain: bool) -> None:
         """Where other ranks may wait for messages that will not come, the next call asks them."""
-        left = any(steps[self._posted :])
-        try:
-            if drain:
-                self.wait()
-        except RuntimeError:
-            drain = False
-        if left or not drain:
+        if not any(steps):
+            return
+        under_way = bool(self._requests)
+        if drain:
+            try:
+                self.wait(min(_DRAIN, group_timeout(self._group) / 4))
+                under_way = False
+            except RuntimeError:
+                pass
+        if under_way:
+            call_failed(self._group, UNDER_WAY)
+        elif any(steps[self._posted :]):
             call_failed(self._group, f"after {self._posted} of {len(steps)} steps were posted")
