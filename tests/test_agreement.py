@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Ranks
 from torch import Tensor
 
 from ring_flash_attn import (
@@ -32,6 +33,15 @@ from ring_flash_attn import (
 )
 from ring_flash_attn.comm import agreement
 from ring_flash_attn.kernels.reference import ReferenceKernel
+
+
+@pytest.fixture
+def doomed() -> Iterator[Callable[[int], Ranks]]:
+    """`ranks` of a test's own: where a connection breaks, gloo's threads spin until they end."""
+    pools: dict[int, Ranks] = {}
+    yield lambda world_size: pools.setdefault(world_size, Ranks(world_size))
+    for pool in pools.values():
+        pool.stop()
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -170,12 +180,12 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_a_call_that_only_one_rank_knows(ranks: Any, kind: str) -> None:
+def test_a_call_that_only_one_rank_knows(doomed: Any, kind: str) -> None:
     """The rank that is new to it learns who posted what and who posted nothing, and nobody hangs.
 
     The others are in the call by then; they get the group's own time-out.
     """
-    first, *others = ranks(3).run(known_here_new_there, kind, free_port())
+    first, *others = doomed(3).run(known_here_new_there, kind, free_port())
     message, seconds = first
     assert message.startswith("ValueError"), message
     assert "rank 0 posted {" in message
@@ -373,25 +383,25 @@ def test_a_call_that_fails_on_all_ranks_leaves_nothing_behind(ranks: Any, launch
         assert said[1:] == ["", ""]
 
 
-def test_calls_after_one_that_failed_in_different_places_are_refused(ranks: Any) -> None:
+def test_calls_after_one_that_failed_in_different_places_are_refused(doomed: Any) -> None:
     """Rank 0 has posted one step less than the others: what they sent is still under way."""
-    for said in ranks(3).run(after_a_failure, [0, 1, 1], "on"):
+    for said in doomed(3).run(after_a_failure, [0, 1, 1], "on"):
         for message in said[1:]:
             assert "the call before failed" in message
             assert "make a new process group" in message
 
 
-def test_a_call_that_was_interrupted_is_not_drained(ranks: Any) -> None:
+def test_a_call_that_was_interrupted_is_not_drained(doomed: Any) -> None:
     """Whoever stops a program does not want to wait: its messages are still under way."""
-    for said in ranks(3).run(after_a_failure, [1, 1, 1], "on", KeyboardInterrupt):
+    for said in doomed(3).run(after_a_failure, [1, 1, 1], "on", KeyboardInterrupt):
         assert said[0].startswith("KeyboardInterrupt")
         assert all("make a new process group" in message for message in said[1:])
-    alone = ranks(1).run(after_a_failure, [0], "on", KeyboardInterrupt)
+    alone = doomed(1).run(after_a_failure, [0], "on", KeyboardInterrupt)
     assert alone[0][1:] == ["", ""], "no messages, nothing under way"
 
 
-def test_without_the_check_a_group_with_messages_under_way_is_refused(ranks: Any) -> None:
-    for said in ranks(3).run(after_a_failure, [0, 0, 0], "off"):
+def test_without_the_check_a_group_with_messages_under_way_is_refused(doomed: Any) -> None:
+    for said in doomed(3).run(after_a_failure, [0, 0, 0], "off"):
         assert all("make a new process group" in message for message in said[1:])
 
 
