@@ -33,7 +33,7 @@ lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/mypy
 
 format: $(STAMP) ## rewrite the files in the project's style
-	$(BIN)/python -c "from ring_flash_attn.generate import write_stub; write_stub()"
+	$(BIN)/python -c "from ring_flash_attn.api.families import write_stub; write_stub()"
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

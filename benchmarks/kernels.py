@@ -27,9 +27,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ring_flash_attn as rfa
 from ring_flash_attn.kernels.base import Call, State, load_kernel
-from ring_flash_attn.layout import get_layout
-from ring_flash_attn.plan import Problem, make_plan
-from ring_flash_attn.tiles import Mask
+from ring_flash_attn.plan.build import make_plan
+from ring_flash_attn.plan.layout import get_layout
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.tiles import Mask
 
 SHAPES = {  # batch, nheads, nheads_k, seqlen, headdim, causal
     "1, 32/8, 8192, 128, causal": (1, 32, 8, 8192, 128, True),

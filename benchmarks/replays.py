@@ -18,7 +18,7 @@ from ring_flash_attn.bench.machine import commit, machine, versions
 from ring_flash_attn.bench.replay_results import replay_rows
 from ring_flash_attn.bench.results import Results
 from ring_flash_attn.kernels.base import Call, why_not
-from ring_flash_attn.tiles import Mask
+from ring_flash_attn.plan.tiles import Mask
 
 PACK = [0, 3104, 6304, 7904, 8064, 8192]
 SHAPE = {"nheads": 32, "nheads_k": 8, "headdim": 128, "seqlen": 8192, "world_size": 8}

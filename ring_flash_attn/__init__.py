@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from .adapters import substitute_hf_flash_attn as substitute_hf_flash_attn
     from .adapters import update_ring_flash_attn_params as update_ring_flash_attn_params
     from .api import *  # noqa: F403
-    from .llama3 import (
+    from .api.llama3 import (
         llama3_flash_attn_prepare_cu_seqlens as llama3_flash_attn_prepare_cu_seqlens,
     )
-    from .sharding import position_ids as position_ids
-    from .sharding import shard as shard
-    from .sharding import unshard as unshard
-    from .virtual import virtual_ring_attention as virtual_ring_attention
+    from .api.sharding import position_ids as position_ids
+    from .api.sharding import shard as shard
+    from .api.sharding import unshard as unshard
+    from .api.virtual import virtual_ring_attention as virtual_ring_attention
 
     __version__: str
 
@@ -32,13 +32,13 @@ module_paths.register()
 
 # Where the public names are that `api` does not have.
 _HOMES = {
-    "llama3_flash_attn_prepare_cu_seqlens": ".llama3",
-    "position_ids": ".sharding",
-    "shard": ".sharding",
+    "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",
+    "position_ids": ".api.sharding",
+    "shard": ".api.sharding",
     "substitute_hf_flash_attn": ".adapters",
-    "unshard": ".sharding",
+    "unshard": ".api.sharding",
     "update_ring_flash_attn_params": ".adapters",
-    "virtual_ring_attention": ".virtual",
+    "virtual_ring_attention": ".api.virtual",
 }
 
 

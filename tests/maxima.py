@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import ring_flash_attn as rfa
-from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 # Of a key at t = 0 … 1, about how large its scores are.
 KINDS = {

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_flash_attn.api.sharding import shard, unshard
 from ring_flash_attn.bench.contenders import OneRank, Stage
 from ring_flash_attn.bench.existing import ZigzagRing, run_together
 from ring_flash_attn.bench.scenario import make_scenario
 from ring_flash_attn.comm import virtual_transports
-from ring_flash_attn.sharding import shard, unshard
 
 SMALL: dict[str, Any] = {
     "world_size": 3,

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
-from ring_flash_attn.layout import Sharding, Span, get_layout
-from ring_flash_attn.pieces import MOST_PIECES
-from ring_flash_attn.plan import Heads, Payload, Plan, Problem, Side, Transfer, Work, make_plan
-from ring_flash_attn.tiles import Mask, Tile
+from ring_flash_attn.plan.build import make_plan
+from ring_flash_attn.plan.layout import Sharding, Span, get_layout
+from ring_flash_attn.plan.pieces import MOST_PIECES
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.steps import Heads, Payload, Plan, Side, Transfer, Work
+from ring_flash_attn.plan.tiles import Mask, Tile
 
 Contribution = tuple[int, int, int]
 Parcel = tuple[Side, int, Heads]  # of whom, and which heads

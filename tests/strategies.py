@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ring_flash_attn.layout import Span, get_layout
-from ring_flash_attn.plan import Problem
-from ring_flash_attn.tiles import Mask
+from ring_flash_attn.plan.layout import Span, get_layout
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.tiles import Mask
 
 MOST_RANKS = 16
 

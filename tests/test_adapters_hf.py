@@ -49,13 +49,7 @@ from ring_flash_attn import (
     position_ids,
     shard,
 )
-from ring_flash_attn.adapters import (
-    hf_adapter,
-    hf_arguments,
-    hf_forward,
-    hf_models,
-    shift_labels,
-)
+from ring_flash_attn.adapters import hf_adapter, hf_arguments, hf_forward, hf_models, shift_labels
 
 DOCUMENTS = [5, 1, 13, 4, 9]  # 32 tokens; no boundary falls on that of a shard
 SIZES = {

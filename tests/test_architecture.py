@@ -17,7 +17,6 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-PLAIN_DATA = ("layout", "tiles", "pieces", "plan", "routes", "path")
 HEAVY = (
     "triton",
     "cutlass",
@@ -33,40 +32,25 @@ HEAVY = (
     "hypothesis",
 )
 
-# What each part may import of the package, besides itself. Nothing imports upwards.
-DATA = {"layout", "tiles", "pieces", "plan", "routes", "path"}
-ENGINE = {*DATA, "kernels", "comm", "walk", "attention", "checks"}
+# What each folder may import of the package, besides itself. Nothing imports upwards.
+CORE = {"trace", "cache", "plan", "kernels", "comm", "engine", "api", "adapters"}
 ALLOWED: dict[str, set[str]] = {
     "trace": set(),
     "cache": set(),
-    "layout": set(),
-    "tiles": {"layout"},
-    "pieces": {"layout"},
-    "plan": {"layout", "tiles", "pieces"},
-    "routes": {"layout", "tiles", "plan"},
-    "path": {"tiles", "pieces", "plan"},
-    "kernels": {"layout", "tiles", "trace", "cache"},
+    "plan": set(),
+    "kernels": {"plan", "trace", "cache"},
     "comm": {"trace", "cache"},
-    "host_copy": set(),
-    "checks": {"host_copy"},
-    "walk": {*DATA, "comm", "trace"},
-    "attention": {*DATA, "checks", "comm", "host_copy", "kernels", "walk", "trace"},
-    "llama3": {*DATA, "checks"},
-    "job": {*ENGINE, "llama3"},
-    "entry": {*ENGINE, "llama3", "job", "cache"},
-    "sharding": {*DATA, "comm", "checks"},
-    "virtual": {*ENGINE, "llama3", "job", "entry", "sharding"},
-    "signatures": {*ENGINE, "llama3", "job", "entry"},
-    "ops": {*ENGINE, "llama3", "job", "entry"},
-    "generate": {"checks", "signatures", "ops"},
-    "api": {"generate"},
+    "engine": {"plan", "kernels", "comm", "trace", "cache"},
+    "api": {"plan", "kernels", "comm", "engine"},
+    "ops": {"api"},
+    "adapters": {"plan", "kernels", "comm", "engine", "api"},
+    "bench": CORE - {"adapters"},
+    "verify": {*CORE - {"adapters"}, "bench"},
+    "draw": {*CORE - {"adapters"}, "bench"},
+    "report": {*CORE - {"adapters"}, "bench", "draw"},
+    "cli": {*CORE, "bench", "verify", "draw", "report"},
+    "__init__": {"api", "adapters"},
 }
-BELOW = {*ALLOWED}
-ALLOWED["adapters"] = BELOW
-ALLOWED["cli"] = {*BELOW, "adapters", "bench"}
-ALLOWED["bench"] = BELOW
-ALLOWED["lab"] = {*BELOW, "bench"}
-ALLOWED["__init__"] = {*BELOW, "adapters"}
 
 
 def part_of(module: str) -> str:
@@ -124,16 +108,18 @@ def inside(module: str) -> set[str]:
 
 def test_the_modules_are_found() -> None:
     """Else everything below would pass for nothing."""
-    assert {"layout", "routes.ring", "kernels.reference", "comm.distributed"} <= set(MODULES)
-    assert inside("attention") >= {"comm", "kernels.base", "plan", "walk"}
+    assert {"plan.layout", "plan.routes.ring", "kernels.reference", "comm.distributed"} <= set(
+        MODULES
+    )
+    assert inside("engine.attention") >= {"comm", "kernels.base", "plan.steps", "engine.executor"}
     assert "torch" in outside("comm.distributed")
     assert {part_of(module) for module in MODULES} <= set(ALLOWED), "a new part needs its arrows"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if part_of(m) in PLAIN_DATA])
+@pytest.mark.parametrize("module", [m for m in MODULES if part_of(m) == "plan"])
 def test_plain_data_imports_the_standard_library_only(module: str) -> None:
     assert outside(module) <= set(sys.stdlib_module_names)
-    assert {part_of(name) for name in inside(module)} <= set(PLAIN_DATA)
+    assert {part_of(name) for name in inside(module)} <= {"plan"}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -164,14 +150,15 @@ def test_comm_alone_knows_torch_distributed(module: str) -> None:
 def test_one_kernel_does_not_import_another(module: str) -> None:
     """Kernels share some files; a kernel in a folder has its own, too."""
     ours = module.split(".")[1]
-    shared = {"base", "merge", "fused_merge", "kept", "dropout"}
+    shared = {"base", "merge", "fused_merge", "device_cache", "dropout"}
     others = {m.split(".")[1] for m in inside(module) if m.startswith("kernels.")}
     assert others <= (shared if ours in shared else {*shared, ours})
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("routes.")])
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("plan.routes.")])
 def test_a_route_knows_neither_layouts_nor_kernels(module: str) -> None:
-    assert {part_of(m) for m in inside(module)} <= {"plan", "routes", "tiles"}
+    allowed = {"plan.build", "plan.problem", "plan.steps", "plan.tiles"}
+    assert {m for m in inside(module) if not m.startswith("plan.routes")} <= allowed
     names = ("contiguous", "zigzag", "stripe")
     tree = ast.parse(MODULES[module].read_text())
     constants = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
@@ -179,7 +166,7 @@ def test_a_route_knows_neither_layouts_nor_kernels(module: str) -> None:
 
 
 def test_the_oracle_shares_no_code() -> None:
-    assert inside("cli.oracle") == set()
+    assert inside("verify.oracle") == set()
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -200,8 +187,8 @@ def test_import_loads_torch_and_nothing_heavy() -> None:
     assert extra == {"ring_flash_attn"}
 
 
-@pytest.mark.parametrize("part", PLAIN_DATA)
-def test_plain_data_runs_without_torch(part: str) -> None:
+@pytest.mark.parametrize("module", [m for m in MODULES if part_of(m) == "plan"])
+def test_plain_data_runs_without_torch(module: str) -> None:
     """As files of an empty package, in a process that cannot import torch."""
     statement = (
         "import sys, types\n"
@@ -209,7 +196,7 @@ def test_plain_data_runs_without_torch(part: str) -> None:
         "package = types.ModuleType('ring_flash_attn')\n"
         f"package.__path__ = [{str(PACKAGE)!r}]\n"
         "sys.modules['ring_flash_attn'] = package\n"
-        f"import ring_flash_attn.{part}"
+        f"import ring_flash_attn.{module}"
     )
     assert "ring_flash_attn" in loaded_by(statement)
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 import ring_flash_attn
-from ring_flash_attn.generate import PREFIXES
-from ring_flash_attn.job import Options
+from ring_flash_attn.api.families import PREFIXES
+from ring_flash_attn.engine.prepare import Options
 
 pytestmark = [  # torch warns of the tensors that are made here
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),

@@ -14,7 +14,7 @@ import ring_flash_attn as rfa
 from ring_flash_attn.cache import Cache
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.base import Call
-from ring_flash_attn.tiles import Mask
+from ring_flash_attn.plan.tiles import Mask
 
 
 def call_on(generation: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Call:
@@ -97,7 +97,7 @@ def test_the_choice_is_logged_once(
 ) -> None:
     monkeypatch.setenv("RFA_LOG", "1")
     monkeypatch.setattr(base, "_logged", set())
-    monkeypatch.setattr("ring_flash_attn.entry._ready", Cache(1))
+    monkeypatch.setattr("ring_flash_attn.engine.entry._ready", Cache(1))
     x = torch.randn(1, 4, 2, 8)
     for _ in range(2):
         rfa.flash_attn_func(x, x, x, causal=True)

@@ -16,21 +16,21 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from ring_flash_attn.api.families import FUNCTIONS
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.verifying import checker
-from ring_flash_attn.cli.verifying.answers import answer, dropout_seed, torch_dtype
-from ring_flash_attn.cli.verifying.cases import Choice, function_names, make_cases
-from ring_flash_attn.cli.verifying.cut import cut, cut_names
-from ring_flash_attn.cli.verifying.measure import compare, limit_of
-from ring_flash_attn.cli.verifying.precision import precision_lines
-from ring_flash_attn.cli.verifying.questions import Size
 from ring_flash_attn.comm import launch
-from ring_flash_attn.generate import FUNCTIONS
 from ring_flash_attn.kernels import base, reference
 from ring_flash_attn.kernels.base import kernel_names
-from ring_flash_attn.layout import layout_names
-from ring_flash_attn.plan import route_names
+from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.layout import layout_names
+from ring_flash_attn.verify import checker
+from ring_flash_attn.verify.answers import answer, dropout_seed, torch_dtype
+from ring_flash_attn.verify.cases import Choice, function_names, make_cases
+from ring_flash_attn.verify.cut import cut, cut_names
+from ring_flash_attn.verify.measure import compare, limit_of
+from ring_flash_attn.verify.precision import precision_lines
+from ring_flash_attn.verify.questions import Size
 
 
 def rfa(*arguments: str) -> Result:
@@ -348,7 +348,7 @@ def test_what_a_kernel_cannot_do_is_neither_right_nor_wrong(broken: str) -> None
 def test_a_kernel_that_can_do_nothing_is_refused_before_the_start(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ring_flash_attn.cli.verifying.checker.check_all", pytest.fail)
+    monkeypatch.setattr("ring_flash_attn.verify.checker.check_all", pytest.fail)
     arguments = ("verify", "ring_flash_attn_func", "--device", "cpu", "--kernel", "reference")
     for wrong, words in (
         (("--kernel", broken, "--feature", "sink"), ("--kernel broken can", "no sinks here")),
@@ -367,7 +367,7 @@ def test_verify_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch
     asked = []
     found = "ring_flash_attn.bench.machine.find_device"
     monkeypatch.setattr(found, lambda device, what: torch.device("cuda", 0))
-    checker = "ring_flash_attn.cli.verifying.checker"
+    checker = "ring_flash_attn.verify.checker"
     monkeypatch.setattr(f"{checker}.check_kernels", lambda cases, choice: asked.append(choice))
     monkeypatch.setattr(f"{checker}.check_all", lambda cases, choice, *_: iter(()))
     assert rfa("verify", "ring_flash_attn_func", "--virtual").exit_code == 1, "nothing was checked"

@@ -25,18 +25,18 @@ from torch import Tensor
 from torch.distributed.run import get_args_parser
 
 import ring_flash_attn
-from ring_flash_attn import job
-from ring_flash_attn import layout as layouts
-from ring_flash_attn import plan as plans
-from ring_flash_attn.bench.profiling import parts
-from ring_flash_attn.bench.profiling import run as profiling
+from ring_flash_attn.api.families import PREFIXES
+from ring_flash_attn.bench.profile import parts
+from ring_flash_attn.bench.profile import run as profiling
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.oracle import Rules, oracle
 from ring_flash_attn.cli.workloads import make_workloads, without_gradients
-from ring_flash_attn.generate import PREFIXES
+from ring_flash_attn.engine import prepare
 from ring_flash_attn.kernels import base as kernels
-from ring_flash_attn.tiles import Mask
+from ring_flash_attn.plan import layout as layouts
+from ring_flash_attn.plan import steps as plans
+from ring_flash_attn.plan.tiles import Mask
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -99,7 +99,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     for name in imported:
         sys.modules.pop(name, None)
     kernels.load_kernel.cache_clear()
-    job._planned.cache_clear()
+    prepare._planned.cache_clear()
 
 
 RULES = [

@@ -31,8 +31,8 @@ from ring_flash_attn import (
     zigzag_ring_flash_attn_func,
 )
 from ring_flash_attn.comm import agreement, distributed
-from ring_flash_attn.layout import layout_names
-from ring_flash_attn.plan import route_names
+from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.layout import layout_names
 
 Q, K, V = torch.randn(2, 8, 4, 6), torch.randn(2, 8, 2, 6), torch.randn(2, 8, 2, 6)
 PQ, PK = torch.randn(12, 4, 6), torch.randn(12, 2, 6)

@@ -36,7 +36,7 @@ from ring_flash_attn import (
     zigzag_llama3_flash_attn_varlen_func,
     zigzag_ring_flash_attn_func,
 )
-from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 WORLD_SIZE = 3
 SEED = 5  # of the group's first rank; the others have their own

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ring_flash_attn as rfa
 from ring_flash_attn.cache import Cache
-from ring_flash_attn.cli.oracle import Rules, oracle
 from ring_flash_attn.kernels.base import load_kernel
-from ring_flash_attn.kernels.kept import Kept
-from ring_flash_attn.layout import layout_names
-from ring_flash_attn.plan import route_names
+from ring_flash_attn.kernels.device_cache import Kept
+from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.layout import layout_names
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,14 +16,14 @@ from plain_library import PlainLibrary
 from samples import Results, Sample, check, expected_of, make_sample, results_of
 from torch import Tensor
 
-from ring_flash_attn import layout as layouts
 from ring_flash_attn import ring_attention, virtual_ring_attention
 from ring_flash_attn.comm import distributed
-from ring_flash_attn.entry import Options, make_problem
+from ring_flash_attn.engine.entry import Options, make_problem
+from ring_flash_attn.engine.executor import Field
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
-from ring_flash_attn.layout import layout_names, register_layout
-from ring_flash_attn.walk import Field
+from ring_flash_attn.plan import layout as layouts
+from ring_flash_attn.plan.layout import layout_names, register_layout
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ring_flash_attn as rfa
-from ring_flash_attn.cli.oracle import Rules, oracle
-from ring_flash_attn.layout import layout_names
-from ring_flash_attn.plan import route_names
+from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.layout import layout_names
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,8 @@ from test_triton import DTYPES, _errors, _poisoned_memory
 
 import ring_flash_attn as rfa
 from ring_flash_attn.kernels.base import Call
-from ring_flash_attn.layout import Span
-from ring_flash_attn.tiles import Mask, Tile
+from ring_flash_attn.plan.layout import Span
+from ring_flash_attn.plan.tiles import Mask, Tile
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ring_flash_attn import (
     flash_attn_varlen_func,
-    host_copy,
     llama3_flash_attn_prepare_cu_seqlens,
     position_ids,
     ring_attention,
     shard,
 )
-from ring_flash_attn.checks import document_lengths
+from ring_flash_attn.engine import host_copy
+from ring_flash_attn.engine.checks import document_lengths
 
 BEFORE, AFTER = [0, 8, 12], [0, 4, 12]
 

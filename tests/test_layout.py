@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import document_lengths, world_sizes
 
-from ring_flash_attn import layout as layouts
-from ring_flash_attn.layout import (
+from ring_flash_attn.plan import layout as layouts
+from ring_flash_attn.plan.layout import (
     FLAT_PREFIX,
     Layout,
     Sharding,

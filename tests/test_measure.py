@@ -29,7 +29,7 @@ from ring_flash_attn.bench.measure import _capture, measure
 from ring_flash_attn.bench.peers import Implementation, find_implementation
 from ring_flash_attn.bench.workload import PRESETS, Workload
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 CPU = torch.device("cpu")
 SMALL = Workload(2, 37, 4, 2, 8, True, (-1, -1), torch.float32)

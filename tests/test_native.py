@@ -15,15 +15,16 @@ from plain_library import WRAPPERS, PlainLibrary, wrapper
 from strategies import problems
 
 import ring_flash_attn as rfa
-from ring_flash_attn.cli.oracle import Rules, oracle
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.base import State
 from ring_flash_attn.kernels.merge import BLOCK, FIRST, LAST, Rows, merge_rows
 from ring_flash_attn.kernels.native import blocks
 from ring_flash_attn.kernels.native.lowering import LibraryCall, Rect, in_order, lower
-from ring_flash_attn.layout import get_layout, layout_names
-from ring_flash_attn.plan import Problem, make_plan, route_names
-from ring_flash_attn.tiles import Mask, Tile
+from ring_flash_attn.plan.build import make_plan, route_names
+from ring_flash_attn.plan.layout import get_layout, layout_names
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.tiles import Mask, Tile
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 # The lowering.
 

@@ -10,11 +10,11 @@ import torch
 from merging import fused_and_plain
 
 import ring_flash_attn as rfa
-from ring_flash_attn.cli.oracle import Rules, oracle
 from ring_flash_attn.kernels.base import LIBRARIES, Call, why_not
-from ring_flash_attn.layout import layout_names
-from ring_flash_attn.plan import route_names
-from ring_flash_attn.tiles import Mask
+from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.layout import layout_names
+from ring_flash_attn.plan.tiles import Mask
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import document_lengths, world_sizes
 
-from ring_flash_attn import pieces as library
-from ring_flash_attn.layout import Span, get_layout, layout_names, spans
-from ring_flash_attn.pieces import MOST_PIECES, Piece, arrange, cut, lay
-from ring_flash_attn.plan import Problem
-from ring_flash_attn.tiles import Mask
+from ring_flash_attn.plan import pieces as library
+from ring_flash_attn.plan.layout import Span, get_layout, layout_names, spans
+from ring_flash_attn.plan.pieces import MOST_PIECES, Piece, arrange, cut, lay
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.tiles import Mask
 
 Shards = list[tuple[Span, ...]]
 

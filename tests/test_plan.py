@@ -20,23 +20,13 @@ from simulate import (
 )
 from strategies import problems, world_sizes
 
-from ring_flash_attn import plan as planning
-from ring_flash_attn.layout import get_layout, layout_names
-from ring_flash_attn.path import Path
-from ring_flash_attn.plan import (
-    Payload,
-    Plan,
-    Problem,
-    Side,
-    Step,
-    Transfer,
-    Work,
-    make_plan,
-    make_work,
-    register_route,
-    route_names,
-)
-from ring_flash_attn.tiles import Mask
+from ring_flash_attn.plan import steps as planning
+from ring_flash_attn.plan.buffers import BufferPlan
+from ring_flash_attn.plan.build import make_plan, make_work, register_route, route_names
+from ring_flash_attn.plan.layout import get_layout, layout_names
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.steps import Payload, Plan, Side, Step, Transfer, Work
+from ring_flash_attn.plan.tiles import Mask
 
 POINTS = [(layout, route) for layout in layout_names() for route in route_names()]
 BALANCED = [(name, route) for name, route in POINTS if "zigzag" in name or "stripe" in name]
@@ -384,7 +374,7 @@ def test_a_thousand_ranks_can_be_planned(route: str, sources: int) -> None:
     problem = causal("zigzag", 1 << 20, 1024, nheads_k=8, sources=sources)
     started = time.perf_counter()
     low, high = (make_plan(route, problem, rank, True) for rank in (517, 518))
-    assert all(Path(plan, problem).moves for plan in (low, high))
+    assert all(BufferPlan(plan, problem).moves for plan in (low, high))
     seconds = time.perf_counter() - started
     print(f"\n{route}: {seconds / 2:.1f} s a rank, of 1,024")
     assert len(low.steps) == len(high.steps)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench.contenders import Kept
 from ring_flash_attn.bench.machine import Peak
-from ring_flash_attn.bench.profiling import parts, run
-from ring_flash_attn.bench.profiling.activity import (
+from ring_flash_attn.bench.profile import parts, run
+from ring_flash_attn.bench.profile.activity import (
     Activity,
     Overlap,
     Used,
@@ -26,15 +26,15 @@ from ring_flash_attn.bench.profiling.activity import (
     read_trace,
     union,
 )
-from ring_flash_attn.bench.profiling.choice import make_subject
-from ring_flash_attn.bench.profiling.counters import read_counters
-from ring_flash_attn.bench.profiling.facts import Facts, Timed
-from ring_flash_attn.bench.profiling.findings import find, short, verdicts
-from ring_flash_attn.bench.profiling.parts import PARTS, prepare_folder
-from ring_flash_attn.bench.profiling.roofline import BANDWIDTH, COMPUTE, NEITHER, Roofline
-from ring_flash_attn.bench.profiling.subject import Subject
-from ring_flash_attn.bench.profiling.summary import summary
-from ring_flash_attn.bench.profiling.texts import baseline_lines, comparison_lines
+from ring_flash_attn.bench.profile.choice import make_subject
+from ring_flash_attn.bench.profile.counters import read_counters
+from ring_flash_attn.bench.profile.facts import Facts, Timed
+from ring_flash_attn.bench.profile.findings import find, short, verdicts
+from ring_flash_attn.bench.profile.parts import PARTS, prepare_folder
+from ring_flash_attn.bench.profile.roofline import BANDWIDTH, COMPUTE, NEITHER, Roofline
+from ring_flash_attn.bench.profile.subject import Subject
+from ring_flash_attn.bench.profile.summary import summary
+from ring_flash_attn.bench.profile.texts import baseline_lines, comparison_lines
 from ring_flash_attn.bench.results import BOTH, FORWARD, REPLAY, Results, Row, load
 from ring_flash_attn.bench.timeline import COMPUTE as COMPUTE_LANE
 from ring_flash_attn.bench.timeline import TRANSFERS, Bar
@@ -489,7 +489,7 @@ def test_memory_is_that_of_a_rank_that_keeps_no_buffers(
     pools: list[object] = []
 
     def size(work: Any, device: torch.device) -> int:
-        pools.append(work.__self__.job.ranks[0].pool)
+        pools.append(work.__self__.prepared.ranks[0].pool)
         return 7
 
     monkeypatch.setattr(run, "peak_bytes", size)
@@ -498,7 +498,7 @@ def test_memory_is_that_of_a_rank_that_keeps_no_buffers(
     timed = run._time(subject, Peak(1.0, 1.0), context)
     assert [each.peak_bytes for each in timed] == [7, 7]
     assert not any(isinstance(pool, Kept) for pool in pools)
-    assert isinstance(subject.one_rank(linked=False).job.ranks[0].pool, Kept)
+    assert isinstance(subject.one_rank(linked=False).prepared.ranks[0].pool, Kept)
 
 
 @pytest.mark.gpu

@@ -13,17 +13,17 @@ import pytest
 import torch
 from nsight import DETAILS, RAW
 
-from ring_flash_attn.bench.profiling import child, tools
-from ring_flash_attn.bench.profiling.choice import make_subject
-from ring_flash_attn.bench.profiling.commands import (
+from ring_flash_attn.bench.profile import child, tools
+from ring_flash_attn.bench.profile.choice import make_subject
+from ring_flash_attn.bench.profile.commands import (
     child_command,
     ncu_command,
     ncu_table_command,
     nsys_command,
     nsys_stats_command,
 )
-from ring_flash_attn.bench.profiling.counters import read_counters, sections_text
-from ring_flash_attn.bench.profiling.subject import Subject
+from ring_flash_attn.bench.profile.counters import read_counters, sections_text
+from ring_flash_attn.bench.profile.subject import Subject
 from ring_flash_attn.bench.results import BOTH
 from ring_flash_attn.bench.workload import Workload
 
@@ -73,7 +73,7 @@ def test_sections_as_plain_lines() -> None:
 
 def test_commands(tmp_path: Path) -> None:
     ours = child_command(ON_GPU, 3)
-    assert ours[1:3] == ["-m", "ring_flash_attn.bench.profiling.child"]
+    assert ours[1:3] == ["-m", "ring_flash_attn.bench.profile.child"]
     assert Subject.from_dict(json.loads(ours[3])) == ON_GPU
     assert ours[4] == "3"
     nsys = nsys_command(tmp_path, ours)

@@ -15,11 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_flash_attn import flash_attn_func, flash_attn_varlen_func, virtual_ring_attention
-from ring_flash_attn.cli import oracle as oracle_module
-from ring_flash_attn.cli.oracle import Rules
 from ring_flash_attn.kernels import dropout, reference
 from ring_flash_attn.kernels.base import State
 from ring_flash_attn.kernels.merge import merge
+from ring_flash_attn.verify import oracle as oracle_module
+from ring_flash_attn.verify.oracle import Rules
 
 SEED = 2
 MASKS: dict[str, dict[str, Any]] = {

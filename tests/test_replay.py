@@ -28,12 +28,13 @@ from ring_flash_attn.bench.scenario import Scenario
 from ring_flash_attn.bench.timeline import BACKWARD, COMPUTE, FORWARD, TRANSFERS
 from ring_flash_attn.bench.timing import Samples
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.drawing.timeline import draw_timeline
 from ring_flash_attn.cli.replaying import explain, notes
+from ring_flash_attn.draw.timeline import draw_timeline
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
-from ring_flash_attn.layout import layout_names
-from ring_flash_attn.plan import Payload, Plan, Side, Transfer, make_plan, route_names
+from ring_flash_attn.plan.build import make_plan, route_names
+from ring_flash_attn.plan.layout import layout_names
+from ring_flash_attn.plan.steps import Payload, Plan, Side, Transfer
 
 FAST = Link("fast", 1e15, 0.0)
 
@@ -104,7 +105,7 @@ def test_a_kernel_of_blocks_holds_no_delta(monkeypatch: pytest.MonkeyPatch) -> N
         stage(kernel=kernel, world_size=2, route="query_ring", causal=False).rank(0, None)
         for kernel in ("plain", "reference")
     )
-    ours, theirs = (walk_through(each.job, each.shard)[1] for each in (plain, reference))
+    ours, theirs = (walk_through(each.prepared, each.shard)[1] for each in (plain, reference))
     assert "delta" in theirs.held
     assert "delta" not in ours.held
     assert ours.sent - theirs.sent == 20 * 4 * (8 * 2 - 4)
@@ -124,7 +125,7 @@ def test_bytes_of_queries_that_travel_backward() -> None:
     """On 2 ranks: q, dout, lse and delta go one way, dq comes back."""
     alone = stage(world_size=2, route="query_ring", causal=False)
     rank = alone.rank(0, None)
-    _, backward = walk_through(rank.job, rank.shard)
+    _, backward = walk_through(rank.prepared, rank.shard)
     rows = 20 * 4
     assert backward.sent == rows * (2 * 8 * 2 + 2 * 4) + rows * 8 * 4
     assert backward.received == backward.sent
@@ -154,9 +155,9 @@ class Spy:
 def test_a_rank_alone_launches_what_its_plans_say(route: str) -> None:
     for rank in range(3):
         alone = stage(route=route).rank(rank, None)
-        spy = Spy(alone.job.kernel)
-        replace(alone, job=replace(alone.job, kernel=spy)).both()
-        (local,) = alone.job.ranks
+        spy = Spy(alone.prepared.kernel)
+        replace(alone, prepared=replace(alone.prepared, kernel=spy)).both()
+        (local,) = alone.prepared.ranks
         works = [
             work.tiles
             for path in (local.forward, local.backward)
@@ -181,7 +182,7 @@ def test_numbers_are_sane(
 @pytest.mark.parametrize("route", route_names())
 def test_buffers_that_stay_are_used_again(route: str) -> None:
     one_rank = stage(route=route).rank(1, None)
-    (local,) = one_rank.job.ranks
+    (local,) = one_rank.prepared.ranks
     assert isinstance(local.pool, Kept)
     assert local.pool.free == {}
     counts = []
@@ -195,7 +196,7 @@ def test_buffers_that_stay_are_used_again(route: str) -> None:
 def test_what_a_ring_holds_is_what_the_documents_say() -> None:
     """2 shards of K and V, 3 of dK and dV, the state, the accumulators (docs/design.md)."""
     one_rank = stage(world_size=8, sources_per_launch=1).rank(3, None)
-    forward, backward = walk_through(one_rank.job, one_rank.shard)
+    forward, backward = walk_through(one_rank.prepared, one_rank.shard)
     keys = 2 * 20 * 2 * 8 * 2  # K and V of a shard, bytes
     queries = 20 * 4 * 8 * 4  # out or dQ in fp32
     assert forward.held == {"state of out, fp32": queries, "K, V in flight": 2 * keys}
@@ -217,7 +218,7 @@ def test_what_groups_hold(world_size: int, sources: int, cu_seqlens: list[int] |
     found = []
     for rank in range(world_size):
         one_rank = group.rank(rank, None)
-        forward, backward = walk_through(one_rank.job, one_rank.shard)
+        forward, backward = walk_through(one_rank.prepared, one_rank.shard)
         assert forward.held["K, V in flight"] <= 2 * sources * keys
         assert backward.held["K, V in flight"] <= 2 * sources * keys
         assert backward.held["dK, dV in flight"] <= 3 * sources * 2 * keys

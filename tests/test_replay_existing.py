@@ -13,9 +13,9 @@ from replays import TorchBlock, existing_on_virtual_ranks, small
 
 from ring_flash_attn.bench import replay
 from ring_flash_attn.bench.existing import ByLibrary, merge, scripted_merge
-from ring_flash_attn.cli.oracle import Rules, oracle
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 
 def check(world_size: int, block: Any, merged: Any) -> None:

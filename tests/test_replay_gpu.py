@@ -14,10 +14,10 @@ from ring_flash_attn.bench import LINKS, Link, Replay, replay
 from ring_flash_attn.bench.existing import ByLibrary, scripted_merge
 from ring_flash_attn.bench.pace import Bank, Peers
 from ring_flash_attn.bench.timeline import COMPUTE, TRANSFERS
-from ring_flash_attn.cli.drawing.timeline import draw_timeline
-from ring_flash_attn.cli.oracle import Rules, oracle
 from ring_flash_attn.comm import Message
-from ring_flash_attn.plan import route_names
+from ring_flash_attn.draw.timeline import draw_timeline
+from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,15 +17,15 @@ from typer.testing import CliRunner, Result
 from ring_flash_attn.bench.results import Row, load
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.report import report
-from ring_flash_attn.cli.reporting.page import json_for_script, make_page, page_data
-from ring_flash_attn.cli.reporting.palette import styles
-from ring_flash_attn.cli.reporting.records import records, shape, way
-from ring_flash_attn.cli.reporting.roofline import flops, moved_bytes, roof
-from ring_flash_attn.cli.reporting.schedules import WORLD_SIZES, scenes
-from ring_flash_attn.cli.reporting.sources import Source, read
-from ring_flash_attn.cli.reporting.timelines import timelines
-from ring_flash_attn.layout import layout_names
-from ring_flash_attn.plan import route_names
+from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.layout import layout_names
+from ring_flash_attn.report.page import json_for_script, make_page, page_data
+from ring_flash_attn.report.palette import styles
+from ring_flash_attn.report.records import records, shape, way
+from ring_flash_attn.report.roofline import flops, moved_bytes, roof
+from ring_flash_attn.report.schedules import WORLD_SIZES, scenes
+from ring_flash_attn.report.sources import Source, read
+from ring_flash_attn.report.timelines import timelines
 
 REPOSITORY = Path(__file__).parents[1]
 

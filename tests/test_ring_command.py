@@ -19,20 +19,20 @@ import typer
 from ranks import Ranks
 from typer.testing import CliRunner, Result
 
+from ring_flash_attn.api.families import FAMILIES
+from ring_flash_attn.bench.ranks import Size, Target, make_target, measure, on_rank, with_kernel
+from ring_flash_attn.bench.ranks.arguments import Place
+from ring_flash_attn.bench.ranks.calls import on_one_device
+from ring_flash_attn.bench.ranks.calls import on_rank as call_on_rank
+from ring_flash_attn.bench.ranks.meeting import DONE, Meeting
 from ring_flash_attn.bench.report import Replay
 from ring_flash_attn.bench.results import BOTH, FORWARD, Row, load
-from ring_flash_attn.bench.rings import Size, Target, make_target, measure, on_rank, with_kernel
-from ring_flash_attn.bench.rings.arguments import Place
-from ring_flash_attn.bench.rings.calls import on_one_device
-from ring_flash_attn.bench.rings.calls import on_rank as call_on_rank
-from ring_flash_attn.bench.rings.meeting import DONE, Meeting
 from ring_flash_attn.bench.versus import Limits, beside, misses
 from ring_flash_attn.cli.ring import ring
 from ring_flash_attn.cli.ringing import way
 from ring_flash_attn.cli.ringing.choices import Asked, choose_targets
-from ring_flash_attn.generate import FAMILIES
 from ring_flash_attn.kernels import base, reference
-from ring_flash_attn.plan import make_plan
+from ring_flash_attn.plan.build import make_plan
 
 app = typer.Typer()
 app.command()(ring)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from strategies import document_lengths, world_sizes
 
 from ring_flash_attn import position_ids, shard, unshard
-from ring_flash_attn.layout import layout_names
+from ring_flash_attn.plan.layout import layout_names
 
 CU_SEQLENS = [0, 7, 7, 8, 21]
 

@@ -13,7 +13,8 @@ import torch
 from calls import FUNCTIONS, extra_arguments, held_of, packed_inputs, sample_for, shard_of
 
 import ring_flash_attn
-from ring_flash_attn import api, generate
+from ring_flash_attn import api
+from ring_flash_attn.api import families
 from ring_flash_attn.kernels import base
 
 # "name=default" in order; * as in Python. 0.1.8's own, then what is new.
@@ -61,7 +62,7 @@ HELPERS = {
     "substitute_hf_flash_attn": "process_group, heads_k_stride",
     "update_ring_flash_attn_params": "cu_seqlens, process_group",
 }
-PREFIXED = [f"{prefix}_{name}" for prefix in generate.PREFIXES for name in FUNCTIONS]
+PREFIXED = [f"{prefix}_{name}" for prefix in families.PREFIXES for name in FUNCTIONS]
 
 
 def parameters(function: Any) -> str:
@@ -152,7 +153,7 @@ def test_the_v2_docstring_says_what_it_is_here() -> None:
 
 def test_the_stub_is_current() -> None:
     """`make format` writes it."""
-    assert Path(api.__file__).with_suffix(".pyi").read_text() == generate.stub()
+    assert Path(api.__file__).with_suffix(".pyi").read_text() == families.stub()
 
 
 def test_the_stub_has_the_real_signatures() -> None:

@@ -17,14 +17,14 @@ import torch
 import typer
 
 from ring_flash_attn import cli, comm
-from ring_flash_attn.bench.profiling import tools
+from ring_flash_attn.bench.profile import tools
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.cli import measuring
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.reporting import page
 from ring_flash_attn.comm import agreement
 from ring_flash_attn.kernels import base as kernels
-from ring_flash_attn.tiles import Mask
+from ring_flash_attn.plan.tiles import Mask
+from ring_flash_attn.report import page
 
 ROOT = Path(__file__).parent.parent
 READMES = ["README.md", "README.zh-CN.md"]

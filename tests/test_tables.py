@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_flash_attn.layout import Span
-from ring_flash_attn.tiles import Mask, Tile, make_tile
+from ring_flash_attn.plan.layout import Span
+from ring_flash_attn.plan.tiles import Mask, Tile, make_tile
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import document_lengths, masks, spans, world_sizes
 
-from ring_flash_attn.layout import Sharding, Span, get_layout, layout_names
-from ring_flash_attn.tiles import Mask, make_tile, make_tiles
+from ring_flash_attn.plan.layout import Sharding, Span, get_layout, layout_names
+from ring_flash_attn.plan.tiles import Mask, make_tile, make_tiles
 
 MANY = settings(max_examples=400, deadline=None)
 

@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import ring_flash_attn as rfa
 from ring_flash_attn import trace
+from ring_flash_attn.api.virtual import virtual_ring_attention
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
 from ring_flash_attn.trace import span, tracing
-from ring_flash_attn.virtual import virtual_ring_attention
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_ranges_of_a_rank(pushed: list[str]) -> None:
         rank.both()
     kernel = "zigzag x ring x reference"
     assert begun(pushed, "forward", "backward") == [f"forward: {kernel}", f"backward: {kernel}"]
-    paths = rank.job.ranks[0].forward, rank.job.ranks[0].backward
+    paths = rank.prepared.ranks[0].forward, rank.prepared.ranks[0].backward
     steps = [step for path in paths for step in path.plan.steps]
     assert len(begun(pushed, "step")) == len(steps)
     assert begun(pushed, "step 0") == ["step 0: own keys"] * 2

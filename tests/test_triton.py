@@ -19,7 +19,7 @@ from merging import fused_and_plain
 from ranks import Ranks
 
 import ring_flash_attn as rfa
-from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 pytestmark = [
     pytest.mark.usefixtures("nan_memory"),

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import ring_flash_attn as rfa
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.kernels.base import Call
-from ring_flash_attn.tiles import Mask
+from ring_flash_attn.plan.tiles import Mask
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)

@@ -12,15 +12,11 @@ from typer.testing import CliRunner
 
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.verifying.cases import Case, Choice, make_cases
-from ring_flash_attn.cli.verifying.checker import Result, Status
-from ring_flash_attn.cli.verifying.files import make_results, write_markdown
-from ring_flash_attn.cli.verifying.measure import Error
-from ring_flash_attn.cli.verifying.precision import (
-    accepted_in_words,
-    by_place,
-    precision_lines,
-)
+from ring_flash_attn.verify.cases import Case, Choice, make_cases
+from ring_flash_attn.verify.checker import Result, Status
+from ring_flash_attn.verify.files import make_results, write_markdown
+from ring_flash_attn.verify.measure import Error
+from ring_flash_attn.verify.precision import accepted_in_words, by_place, precision_lines
 
 
 def case(function: str, feature: str = "causal", dtype: str = "bfloat16") -> Case:

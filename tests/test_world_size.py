@@ -17,8 +17,8 @@ from samples import Results, Sample, check, expected_of, make_sample, results_of
 from torch import Tensor
 
 from ring_flash_attn import virtual_ring_attention
-from ring_flash_attn.layout import FLAT_PREFIX, layout_names
-from ring_flash_attn.plan import route_names
+from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.layout import FLAT_PREFIX, layout_names
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 SEED = 11

@@ -4,11 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .hf_adapter import (
-        shift_labels,
-        substitute_hf_flash_attn,
-        update_ring_flash_attn_params,
-    )
+    from .hf_adapter import shift_labels, substitute_hf_flash_attn, update_ring_flash_attn_params
 
 __all__ = ["shift_labels", "substitute_hf_flash_attn", "update_ring_flash_attn_params"]
 

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from ..api import llama3_flash_attn_varlen_func
-from ..checks import CuSeqlens, check_integer, check_tensor, document_lengths
+from ..api.llama3 import llama3_flash_attn_prepare_cu_seqlens
 from ..comm import agree, check_mode, rank_and_size, resolve_group
-from ..entry import document_values
-from ..llama3 import llama3_flash_attn_prepare_cu_seqlens
+from ..engine.checks import CuSeqlens, check_integer, check_tensor, document_lengths
+from ..engine.entry import document_values
 from . import hf_arguments, hf_forward
 from .hf_models import RING_IMPLEMENTATION
 

@@ -26,7 +26,7 @@ MODULE_PATHS: dict[str, dict[str, str]] = {
     "stripe_flash_attn": _functions("stripe_flash_attn"),
     "llama3_flash_attn_varlen": {
         **_functions("llama3_flash_attn_varlen"),
-        "llama3_flash_attn_prepare_cu_seqlens": ".llama3",
+        "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",
     },
     "utils": {
         **_LSE,

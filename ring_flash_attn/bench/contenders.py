@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..attention import QKV, Job, backward, forward
-from ..job import rank_job, virtual_job
+from ..engine.attention import QKV, PreparedCall, backward, forward
+from ..engine.executor import Pool
+from ..engine.prepare import prepare_rank, prepare_virtual
 from ..kernels.base import choose_kernel
-from ..walk import Pool
 from .link import Link
 from .pace import Bank, Peers
 from .scenario import Scenario
@@ -34,32 +34,32 @@ class Contender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneRank:
-    """A job of one rank and its data; a rank of many, or one device on its own.
+    """A prepared of one rank and its data; a rank of many, or one device on its own.
 
     Attributes:
-        job: what runs.
+        prepared: what runs.
         shard: q, k, v.
         dout: gradient of the output.
         peers: what stands in for the other ranks; None on one device.
     """
 
-    job: Job
+    prepared: PreparedCall
     shard: QKV
     dout: Tensor
     peers: Peers | None = None
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        (result,) = forward(self.job, [self.shard], None)
+        (result,) = forward(self.prepared, [self.shard], None)
         return result
 
     def both(self) -> Passes:
         """(out, lse) and (dq, dk, dv)."""
         result = self.forward()
-        return result, self._backward(self.job, result)
+        return result, self._backward(self.prepared, result)
 
-    def _backward(self, job: Job, result: tuple[Tensor, Tensor]) -> QKV:
-        _, (grads,) = backward(job, [self.shard], None, [result], [(self.dout, None)])
+    def _backward(self, prepared: PreparedCall, result: tuple[Tensor, Tensor]) -> QKV:
+        _, (grads,) = backward(prepared, [self.shard], None, [result], [(self.dout, None)])
         return grads
 
     def recorded(self, both: bool = True) -> tuple[Bar, ...]:
@@ -68,17 +68,17 @@ class OneRank:
         Args:
             both: False: without the backward pass.
         """
-        recorder = Recorder(self.job.call.device)
-        plans = [p.plan for p in (self.job.ranks[0].forward, self.job.ranks[0].backward)]
-        kernel: Any = RecordedKernel(self.job.kernel, recorder, plans)
-        job = replace(self.job, kernel=kernel)
+        recorder = Recorder(self.prepared.call.device)
+        plans = [p.plan for p in (self.prepared.ranks[0].forward, self.prepared.ranks[0].backward)]
+        kernel: Any = RecordedKernel(self.prepared.kernel, recorder, plans)
+        prepared = replace(self.prepared, kernel=kernel)
         assert self.peers is not None, "a rank of many"
         self.peers.recorder = recorder
         try:
-            (result,) = forward(job, [self.shard], None)
+            (result,) = forward(prepared, [self.shard], None)
             recorder.direction = BACKWARD
             if both:
-                self._backward(job, result)
+                self._backward(prepared, result)
         finally:
             self.peers.recorder = None
         return recorder.bars()
@@ -129,10 +129,10 @@ class Stage:
         wide = scenario.dtype.itemsize >= torch.float32.itemsize
         peers = Peers(scenario.device, link, self.bank, always_copies=wide)
         pool = self._kept if keeps_buffers and link is None else Pool()
-        job = rank_job(
+        prepared = prepare_rank(
             scenario.route, scenario.problem, rank, shard, scenario.options, peers.transport, pool
         )
-        return OneRank(job, shard, dout, peers)
+        return OneRank(prepared, shard, dout, peers)
 
     def alone(self, causal: bool, lengths: tuple[int, ...]) -> OneRank:
         """The same kernel on one device: documents of these lengths, as many tokens as a shard."""
@@ -140,7 +140,7 @@ class Stage:
         shard, dout = self.data(scenario.tokens)
         problem = scenario.alone(lengths, causal)
         opts = replace(scenario.options, causal=causal)
-        return OneRank(virtual_job("ring", problem, [shard], opts), shard, dout)
+        return OneRank(prepare_virtual("ring", problem, [shard], opts), shard, dout)
 
 
 def with_chosen_kernel(scenario: Scenario) -> Scenario:
@@ -151,8 +151,8 @@ def with_chosen_kernel(scenario: Scenario) -> Scenario:
     q, k, v = (torch.empty(shape, dtype=scenario.dtype, device="meta") for shape in shapes)
     opts = replace(scenario.options, kernel="reference")  # any device will do for now
     ranks = scenario.ranks[0], (q, k, v)
-    job = rank_job(scenario.route, scenario.problem, *ranks, opts, _nobody, Pool())
-    call = replace(job.call, device=scenario.device)
+    prepared = prepare_rank(scenario.route, scenario.problem, *ranks, opts, _nobody, Pool())
+    call = replace(prepared.call, device=scenario.device)
     return replace(scenario, kernel=choose_kernel(scenario.kernel, call).name)
 
 

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..attention import QKV
 from ..comm import Message, Transport
+from ..engine.attention import QKV
 from ..kernels.base import LIBRARIES, Call, load_kernel, why_not
 from ..kernels.native.blocks import Block as LibraryBlock
 from ..kernels.native.blocks import Library, LibraryKernel
-from ..tiles import Mask
+from ..plan.tiles import Mask
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]

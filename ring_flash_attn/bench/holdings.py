@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import Job, Local, backward, forward
 from ..comm import Message
+from ..engine.attention import LocalRank, PreparedCall, backward, forward
+from ..engine.executor import Pool
 from ..kernels.base import Call, Kernel, as_block, as_direct
-from ..plan import Payload, Plan, Side
-from ..walk import Pool
+from ..plan.steps import Payload, Plan, Side
 from .pace import Bank, sizes
 
 _INPUTS = {Side.KEY: "K, V", Side.QUERY: "Q"}
@@ -84,16 +84,18 @@ class _Counter:
         return out.new_empty((batch, nheads, length), dtype=call.state_dtype)
 
 
-def walk_through(job: Job, shard: Sequence[Tensor], bank: Bank | None = None) -> tuple[Walked, ...]:
-    """Both passes of the job's only rank; the bank gets ready for what will arrive."""
+def walk_through(
+    prepared: PreparedCall, shard: Sequence[Tensor], bank: Bank | None = None
+) -> tuple[Walked, ...]:
+    """Both passes of the call's only rank; the bank gets ready for what will arrive."""
     q, k, v = (torch.empty_like(x, device="meta") for x in shard)
     batch, length, nheads, _ = q.shape
-    out = q.new_empty((batch, length, nheads, job.call.headdim_v))
-    lse = q.new_empty((batch, nheads, length), dtype=job.call.state_dtype)
+    out = q.new_empty((batch, length, nheads, prepared.call.headdim_v))
+    lse = q.new_empty((batch, nheads, length), dtype=prepared.call.state_dtype)
     found = []
     for is_backward in (False, True):
-        counter, tally = _Counter(job.kernel, bank), _Tally()
-        dry = _dry(job, counter, tally)
+        counter, tally = _Counter(prepared.kernel, bank), _Tally()
+        dry = _dry(prepared, counter, tally)
         if is_backward:
             backward(dry, [(q, k, v)], None, [(out, lse)], [(out, None)])
         else:
@@ -121,26 +123,28 @@ class _Tally(Pool):
         self._now[buffer.dtype] -= buffer.nbytes
 
 
-def _dry(job: Job, counter: _Counter, tally: _Tally) -> Job:
-    (local,) = job.ranks
-    local = Local(local.forward, local.backward, lambda: counter, tally)
-    return Job((local,), counter, replace(job.call, device=torch.device("meta")))
+def _dry(prepared: PreparedCall, counter: _Counter, tally: _Tally) -> PreparedCall:
+    (local,) = prepared.ranks
+    local = LocalRank(local.forward, local.backward, lambda: counter, tally)
+    return PreparedCall((local,), counter, replace(prepared.call, device=torch.device("meta")))
 
 
-def _held(job: Job, shard: Sequence[Tensor], tally: _Tally, is_backward: bool) -> dict[str, int]:
+def _held(
+    prepared: PreparedCall, shard: Sequence[Tensor], tally: _Tally, is_backward: bool
+) -> dict[str, int]:
     """By name: what the pass keeps of its own, and its buffers."""
-    path = job.ranks[0].backward if is_backward else job.ranks[0].forward
-    call = job.call
+    path = prepared.ranks[0].backward if is_backward else prepared.ranks[0].forward
+    call = prepared.call
     element, state = call.dtype.itemsize, call.state_dtype.itemsize
     rows = shard[0].shape[:3].numel() * state
     held = {}
-    at_once = path.only is not None and as_direct(job.kernel) is not None
+    at_once = path.single_launch is not None and as_direct(prepared.kernel) is not None
     if element != state and not at_once:  # else they become what the user gets
         if is_backward:
             held["accumulators of dQ, dK, dV, fp32"] = state * sum(x.numel() for x in shard)
         else:
             held["state of out, fp32"] = rows * call.headdim_v
-    if is_backward and as_block(job.kernel) is None:
+    if is_backward and as_block(prepared.kernel) is None:
         held["delta"] = rows
     inputs, results = _names(path.plan, is_backward)
     for dtype, most in tally.most.items():

@@ -11,20 +11,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..attention import QKV
+from ..engine.attention import QKV
 from .exact import TENSORS, Exact, exact
 from .peers import Attention, Implementation, find_implementation
 from .results import BACKWARD, BOTH, FORWARD, PASSES, Row
-from .timing import (
-    WARM_UP,
-    Prepared,
-    Samples,
-    Stopwatch,
-    Work,
-    interleaved,
-    on_device,
-    peak_bytes,
-)
+from .timing import WARM_UP, Prepared, Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
 from .workload import BACKWARD_FLOPS, Workload
 
 CANNOT = "cannot: "  # begins the reasons of one that was not tried

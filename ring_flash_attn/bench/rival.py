@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..attention import QKV
 from ..comm import Transport
+from ..engine.attention import QKV
 from .contenders import Passes, Stage
 from .existing import Block, ByLibrary, ZigzagRing, merge, run_together, scripted_merge
 from .link import Link

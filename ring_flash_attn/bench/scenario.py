@@ -10,11 +10,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..attention import QKV
-from ..checks import check_tensors
-from ..entry import make_problem
-from ..job import Options
-from ..plan import Plan, Problem, Side, make_plan
+from ..engine.attention import QKV
+from ..engine.checks import check_tensors
+from ..engine.entry import make_problem
+from ..engine.prepare import Options
+from ..plan.build import make_plan
+from ..plan.problem import Problem
+from ..plan.steps import Plan, Side
 from .machine import find_device
 
 _SEED = 0

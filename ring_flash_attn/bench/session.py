@@ -86,8 +86,8 @@ class Session:
         for rank in scenario.ranks:
             free = stage.rank(rank, None)
             sizes[rank] = scenario.size(rank)
-            pairs[rank] = scenario.pairs(free.job.ranks[0].forward.plan)
-            walked[rank] = walk_through(free.job, free.shard, stage.bank)
+            pairs[rank] = scenario.pairs(free.prepared.ranks[0].forward.plan)
+            walked[rank] = walk_through(free.prepared, free.shard, stage.bank)
             linked = None if self._link is None else stage.rank(rank, self._link)
             self._add(name, _who(rank), free, linked, stage.rank(rank, None, keeps_buffers=False))
         return name, sizes, pairs, walked

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..kernels.base import Kernel
-from ..plan import Plan
+from ..plan.steps import Plan
 
 COMPUTE, TRANSFERS = "compute", "transfers"  # lanes
 FORWARD, BACKWARD = "forward", "backward"

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..attention import QKV
-from ..checks import check_tensors
-from ..tiles import Mask
+from ..engine.attention import QKV
+from ..engine.checks import check_tensors
+from ..plan.tiles import Mask
 from . import names
 from .names import DTYPES
 

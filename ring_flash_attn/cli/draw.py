@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .. import routes as _routes  # registers them
 from ..bench.results import check_output
-from ..layout import get_layout, layout_names
-from ..plan import Problem, route_names
-from ..tiles import Mask
-from .drawing.schedule import Schedule, make_schedule
+from ..draw.schedule import Schedule, make_schedule
+from ..plan import routes as _routes  # registers them
+from ..plan.build import route_names
+from ..plan.layout import get_layout, layout_names
+from ..plan.problem import Problem
+from ..plan.tiles import Mask
 from .groups import check_lengths
 from .measuring import JsonFile, write_json
 
@@ -56,8 +57,8 @@ def draw(
     rfa draw contiguous zigzag stripe --world-size 8 --seqlen 64 --svg schedules.svg
     rfa draw stripe --route all_gather --cu-seqlens 0,5,16 --backward
     """
-    from .drawing.svg import draw_svg
-    from .drawing.terminal import render
+    from ..draw.svg import draw_svg
+    from ..draw.terminal import render
 
     try:
         for path in (svg, json_file):

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..bench.results import check_output
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
-from ..tiles import Mask
+from ..plan.tiles import Mask
 from .measuring import JsonFile, write_json
 
 _VARIABLES = "RFA_"

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import routes as _routes  # registers them
 from ..bench.link import LINKS, NONE
 from ..bench.results import check_output
 from ..kernels.base import AUTO, NATIVE, kernel_names
-from ..layout import layout_names
-from ..plan import route_names
+from ..plan import routes as _routes  # registers them
+from ..plan.build import route_names
+from ..plan.layout import layout_names
 from .measuring import ON_CPU, Device, JsonFile, NoGrad, Repeats, command, repeats_on, write
 from .screen import screen, status
 from .workloads import (
@@ -88,11 +88,11 @@ def profile(
     rfa profile --seqlen 128 --device cpu --no-grad
     """
     from ..bench.machine import find_device
-    from ..bench.profiling.choice import make_subject
-    from ..bench.profiling.findings import find, verdicts
-    from ..bench.profiling.parts import SUMMARY, prepare_folder
-    from ..bench.profiling.run import Context, results
-    from ..bench.profiling.run import profile as run_profile
+    from ..bench.profile.choice import make_subject
+    from ..bench.profile.findings import find, verdicts
+    from ..bench.profile.parts import SUMMARY, prepare_folder
+    from ..bench.profile.run import Context, results
+    from ..bench.profile.run import profile as run_profile
 
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from .. import routes as _routes  # registers them
 from ..bench.link import LINKS, NONE, find_link
 from ..bench.results import check_output
 from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
-from ..layout import layout_names
-from ..plan import route_names
+from ..plan import routes as _routes  # registers them
+from ..plan.build import route_names
+from ..plan.layout import layout_names
 from .groups import check_lengths
 from .measuring import make_results, write
 from .screen import screen, status
@@ -92,7 +92,7 @@ def replay(
     from ..bench.machine import find_device
     from ..bench.replay_results import replay_rows
     from ..bench.workload import find_dtype
-    from .drawing.timeline import draw_timeline
+    from ..draw.timeline import draw_timeline
     from .replaying import explain, held_table, notes, tables
 
     console = screen()

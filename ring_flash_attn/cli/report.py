@@ -30,8 +30,8 @@ def report(
     rfa report results/*.json -o report.html
     rfa verify --json verify.json; rfa report verify.json --title "Is it right?"
     """
-    from .reporting.page import json_for_script, make_page, page_data, plotly_script
-    from .reporting.sources import read
+    from ..report.page import json_for_script, make_page, page_data, plotly_script
+    from ..report.sources import read
 
     console = screen()
     try:

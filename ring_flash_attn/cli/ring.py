@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .. import routes as _routes  # registers them
 from ..bench.link import LINKS, NONE
 from ..bench.results import check_output
 from ..kernels.base import AUTO, NATIVE, kernel_names
-from ..layout import layout_names
-from ..plan import route_names
+from ..plan import routes as _routes  # registers them
+from ..plan.build import route_names
+from ..plan.layout import layout_names
 from .measuring import write
 from .screen import screen
 from .versus import Gate, MaxMemory, MinSpeed, Versus, find_limits, find_versus

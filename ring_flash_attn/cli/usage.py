@@ -10,14 +10,14 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from .. import routes as _routes  # registers them
 from ..bench.link import LINKS, NONE
 from ..bench.names import DTYPES, PRESETS, implementation_names
 from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
-from ..layout import layout_names
-from ..plan import route_names
+from ..plan import routes as _routes  # registers them
+from ..plan.build import route_names
+from ..plan.layout import layout_names
+from ..verify.questions import FEATURES
 from .groups import BACKENDS
-from .verifying.questions import FEATURES
 
 del _routes
 

@@ -11,21 +11,21 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .. import routes as _routes  # registers them
 from ..bench.results import check_output
 from ..kernels.base import AUTO, NATIVE, kernel_names
-from ..layout import layout_names
-from ..plan import route_names
+from ..plan import routes as _routes  # registers them
+from ..plan.build import route_names
+from ..plan.layout import layout_names
+from ..verify.cut import cut_names
+from ..verify.questions import FEATURES, Size
 from .groups import check_backend, check_no_group, check_timeout, check_world_size
 from .measuring import Device
 from .screen import screen
-from .verifying.cut import cut_names
-from .verifying.questions import FEATURES, Size
 from .versus import Versus, find_versus
 
 if TYPE_CHECKING:
-    from .verifying.cases import Case, Choice
-    from .verifying.checker import Result
+    from ..verify.cases import Case, Choice
+    from ..verify.checker import Result
 
 del _routes
 
@@ -110,10 +110,10 @@ def verify(
     torchrun --nproc_per_node 8 -m ring_flash_attn.cli verify --kernel triton --kernel native
     """
     from ..comm import launch
-    from .verifying.cases import Choice, make_cases
-    from .verifying.checker import check_kernels
-    from .verifying.files import make_results, write_markdown
-    from .verifying.precision import (
+    from ..verify.cases import Choice, make_cases
+    from ..verify.checker import check_kernels
+    from ..verify.files import make_results, write_markdown
+    from ..verify.precision import (
         READING,
         READING_DIFFERENCES,
         by_place,
@@ -121,7 +121,7 @@ def verify(
         precision_lines,
         precision_table,
     )
-    from .verifying.report import exit_code, print_report
+    from ..verify.report import exit_code, print_report
 
     ranks = None if virtual else launch.torchrun_rank()
     try:
@@ -219,7 +219,7 @@ def _check(choice: Choice) -> None:
     """ValueError for what there is not."""
     for layout in choice.layouts or layout_names():
         if layout not in cut_names():
-            raise ValueError(f"verify cannot cut layout {layout!r} yet: teach cli/verifying/cut.py")
+            raise ValueError(f"verify cannot cut layout {layout!r} yet: teach verify/cut.py")
     if choice.size.nheads % choice.size.nheads_k:
         raise ValueError(f"--nheads must be a multiple of --nheads-k, {choice.size.nheads_k}")
 
@@ -228,7 +228,7 @@ def _run(
     cases: Sequence[Case], choice: Choice, backend: str, timeout: float, console: Console
 ) -> list[Result]:
     """All results, with a progress bar on a terminal."""
-    from .verifying.checker import check_all
+    from ..verify.checker import check_all
 
     columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []

@@ -1,4 +1,4 @@
-"""What the walker of a plan asks of a transport."""
+"""What the executor of a plan asks of a transport."""
 
 from __future__ import annotations
 

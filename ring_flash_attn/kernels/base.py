@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ..tiles import Mask, Tile
+from ..plan.tiles import Mask, Tile
 
 if TYPE_CHECKING:  # the names of kernels are known before torch is imported
     import torch

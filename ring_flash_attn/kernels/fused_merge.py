@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .base import State
-from .kept import Kept, to_device
+from .device_cache import Kept, to_device
 from .merge import Rows
 
 _ROWS = 16  # of a program

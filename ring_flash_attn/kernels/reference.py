@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layout import Span
-from ..tiles import Tile
+from ..plan.layout import Span
+from ..plan.tiles import Tile
 from . import dropout
 from .base import Call, Grads, Saved, State
 

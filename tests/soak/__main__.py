@@ -16,7 +16,7 @@ from calls import FUNCTIONS
 from rich.console import Console
 from rich.table import Table
 
-from ring_flash_attn.generate import PREFIXES
+from ring_flash_attn.api.families import PREFIXES
 
 from . import faults, packs
 from .cases import VIRTUAL, Case

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from samples import Sample, make_sample
 from strategies import document_lengths
 
-from ring_flash_attn.generate import PREFIXES
-from ring_flash_attn.layout import layout_names
-from ring_flash_attn.plan import route_names
+from ring_flash_attn.api.families import PREFIXES
+from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.layout import layout_names
 
 MOST_RANKS, INTERPRETED_RANKS = 8, 3
 VIRTUAL = "virtual_ring_attention"

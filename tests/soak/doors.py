@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import ring_flash_attn
-from ring_flash_attn.generate import PREFIXES
+from ring_flash_attn.api.families import PREFIXES
 
 from .cases import MOST_RANKS, Case, sample_of
 

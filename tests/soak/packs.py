@@ -25,7 +25,7 @@ from ring_flash_attn import (
     unshard,
     virtual_ring_attention,
 )
-from ring_flash_attn.cli.oracle import Rules, oracle
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 Pack = tuple[int, ...]  # cu_seqlens
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ...bench.rings import Finding, Size, Target, make_target, with_kernel
+from ...bench.ranks import Finding, Size, Target, make_target, with_kernel
 from ...bench.workload import find_dtype
 from ...kernels.base import AUTO, check_kernel
-from ...layout import FLAT_PREFIX, get_layout
-from ...plan import check_route
+from ...plan.build import check_route
+from ...plan.layout import FLAT_PREFIX, get_layout
+from ...verify.cases import Choice, Named, chosen_functions, points
 from ..groups import check_lengths
-from ..verifying.cases import Choice, Named, chosen_functions, points
 from ..versus import refuse_kernels
 from .way import Way
 

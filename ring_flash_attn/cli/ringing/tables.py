@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...bench.machine import device_name
+from ...bench.ranks import Target
 from ...bench.results import FORWARD, Row
-from ...bench.rings import Target
 from ...bench.workload import dtype_name
 from ...comm import launch
 from ..versus import print_versus

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...tiles import Tile
+from ...plan.tiles import Tile
 from ..base import Call, Grads, Saved, State
-from ..kept import Kept, to_device
+from ..device_cache import Kept, to_device
 from ..merge import BLOCK, FIRST, LAST, merge_rows
 from .lowering import LibraryCall, in_order, lower
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ...tiles import Tile, band_pairs
+from ...plan.tiles import Tile, band_pairs
 from ..merge import BLOCK, FIRST, LAST, Rows
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...tiles import Tile
+from ...plan.tiles import Tile
 from ..base import Call, Grads, Saved, State
 from .backward import delta_kernel, keys_kernel, queries_kernel, stats_kernel
 from .config import DTYPES, blocks_for, own_and_loop

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...layout import Span
-from ...tiles import Tile
-from ..kept import Kept, to_device
+from ...plan.layout import Span
+from ...plan.tiles import Tile
+from ..device_cache import Kept, to_device
 
 FIRST, LAST = 1, 2
 _MUCH = 20  # a twentieth: asking costs 1 to 2 %, skipping saves less than half of a block

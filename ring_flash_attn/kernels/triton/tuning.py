@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from ...layout import Span
-from ...tiles import Mask, make_tiles
+from ...plan.layout import Span
+from ...plan.tiles import Mask, make_tiles
 from ..base import Call, Saved, State
 from . import KERNEL, launch_backward, launch_forward, row_stats
 from .config import (

@@ -12,18 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ....tiles import Tile
+from ....plan.tiles import Tile
 from ...base import Call, Grads, Saved, State
-from ...kept import capturing, stream_handle
-from ..launcher import (
-    INTERPRETED,
-    again,
-    first,
-    launch_plain,
-    power_of_2,
-    processors,
-    section,
-)
+from ...device_cache import capturing, stream_handle
+from ..launcher import INTERPRETED, again, first, launch_plain, power_of_2, processors, section
 from ..tables import Table, table
 from .parts import parts_kernel
 from .stats import prepare_kernel, stats_kernel

@@ -1,0 +1,66 @@
+"""What the llama3 functions tell a rank of packed documents."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..engine.checks import CuSeqlens, check_flag, check_integer, document_lengths
+
+
+def llama3_flash_attn_prepare_cu_seqlens(
+    cu_seqlens: CuSeqlens, causal: bool, rank: int, world_size: int
+) -> tuple[Tensor, Tensor, int, int, slice]:
+    """What a rank needs to know of the packed documents.
+
+    Args:
+        cu_seqlens: (documents + 1,) of the whole stream, or a sequence of ints; its end divides by
+            world_size.
+        causal: whether keys after the rank's last query can be left out.
+        rank: whose part.
+        world_size: number of ranks.
+
+    Returns:
+        cu_seqlens_q, cu_seqlens_k (for the keys in local_k_slice), max_seqlen_q, max_seqlen_k, and
+        local_k_slice, the part of the gathered keys that the rank's queries need. The tensors are
+        like cu_seqlens; of a sequence of ints, int32 and on the CPU.
+    """
+    lengths = document_lengths(cu_seqlens, fresh=True)
+    causal = check_flag("causal", causal)
+    world_size = check_integer("world_size", world_size, 1)
+    rank = check_integer("rank", rank)
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    total = offsets[-1]
+    if total == 0 or total % world_size:
+        raise ValueError(
+            f"cu_seqlens ends at {total}, which must be a positive multiple of {world_size} ranks"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank = {rank} is not a rank of {world_size}")
+    size = total // world_size
+    start, end = rank * size, (rank + 1) * size
+    left = bisect_left(offsets, start)
+    if offsets[left] != start:
+        left -= 1
+    right = bisect_left(offsets, end)
+    k_end = end if causal else offsets[right]
+    inner = offsets[left + 1 : right]
+    cu_q = [0, *(offset - start for offset in inner), size]
+    cu_k = [0, *(offset - offsets[left] for offset in inner), k_end - offsets[left]]
+
+    like = (
+        cu_seqlens
+        if isinstance(cu_seqlens, Tensor)
+        else torch.empty(0, dtype=torch.int32, device="cpu")
+    )
+
+    def tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+    longest_q, longest_k = (max(b - a for a, b in pairwise(cu)) for cu in (cu_q, cu_k))
+    return tensor(cu_q), tensor(cu_k), longest_q, longest_k, slice(offsets[left], k_end)

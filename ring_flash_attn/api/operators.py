@@ -1,0 +1,235 @@
+"""Attention on one device as torch operators, so that `torch.compile(fullgraph=True)` traces it.
+
+Outside of torch.compile the public functions do not come here: dispatching an operator costs more
+than calling the kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine import checks
+from ..engine.attention import QKV, PreparedCall, backward, forward, no_autocast
+from ..engine.entry import in_autocast_dtype, prepare_single
+from ..engine.prepare import Output, draw_seed
+
+_REST = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    "Tensor? alibi_slopes, Tensor? sink, Tensor? seed, float dropout_p, float? softmax_scale, "
+    "bool causal, int left, int right, float softcap, bool deterministic, bool with_lse, str kernel"
+)
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+    f"{_REST}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_SINK = 8  # its place among the arguments of the forward
+_TENSORS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+_INTEGERS = ("max_seqlen", "max_seqlen_q", "max_seqlen_k")
+_MAYBE_TENSORS = ("alibi_slopes", "sink")
+_NUMBERS = ("dropout_p", "softmax_scale", "softcap")
+_FLAGS = ("causal", "deterministic", "return_attn_probs")
+
+
+def traceable(**options: Any) -> bool:
+    """Whether an operator can take these; lengths in tensors, and errors, are left to Python."""
+    for name, value in options.items():
+        if name in _TENSORS:
+            fits = isinstance(value, Tensor)
+        elif name in _INTEGERS:
+            fits = isinstance(value, int) and not isinstance(value, bool)
+        elif name in _FLAGS:
+            fits = isinstance(value, int) and value in (0, 1)
+        elif name in _NUMBERS:
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+            fits = fits or (value is None and name != "dropout_p")
+        elif name in _MAYBE_TENSORS:
+            fits = value is None or isinstance(value, Tensor)
+        elif name == "window_size":
+            fits = isinstance(value, (tuple, list)) and len(value) == 2
+        else:
+            fits = name == "block_table" or isinstance(value, str)
+        if not fits:
+            return False
+    return options.get("block_table") is None
+
+
+def traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: None = None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    sink: Tensor | None,
+    kernel: str,
+) -> Output:
+    """Any of the functions for one device, as one operator; exactly their options."""
+    q, k, v = in_autocast_dtype(q, k, v)
+    left, right = checks.check_window(window_size)
+    out, lse = torch.ops.ring_flash_attn.attention(
+        q,
+        k,
+        v,
+        cu_seqlens if cu_seqlens_q is None else cu_seqlens_q,
+        cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
+        max_seqlen if max_seqlen_q is None else max_seqlen_q,
+        max_seqlen if max_seqlen_k is None else max_seqlen_k,
+        alibi_slopes,
+        sink,
+        draw_seed().to(q.device) if dropout_p else None,
+        dropout_p,
+        softmax_scale,
+        bool(causal),
+        left,
+        right,
+        softcap or 0.0,
+        bool(deterministic),
+        bool(return_attn_probs),
+        kernel,
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    seed: Tensor | None,
+    *numbers: Any,
+) -> tuple[PreparedCall, QKV]:
+    """What does the call, and its tensors. They have been cast: autocast must be off."""
+    dropout_p, scale, causal, left, right, softcap, deterministic, with_lse, kernel = numbers
+    lengths = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        assert max_seqlen_q is not None
+        assert max_seqlen_k is not None
+        lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = {
+        "dropout_p": dropout_p,
+        "softmax_scale": scale,
+        "causal": causal,
+        "window_size": (left, right),
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": deterministic,
+        "return_attn_probs": with_lse,
+        "sink": sink,
+        "kernel": kernel,
+    }
+    prepared, shard = prepare_single(q, k, v, lengths, options)
+    return replace(
+        prepared, call=replace(prepared.call, seed=seed)
+    ) if dropout_p else prepared, shard
+
+
+@torch.library.custom_op("ring_flash_attn::attention", mutates_args=(), schema=_FORWARD)
+def attention_op(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    with no_autocast(q.device):
+        prepared, shard = _prepared(q, k, v, cu_seqlens_q, *rest)
+        ((out, lse),) = forward(prepared, [shard], rest[_SINK - 4])
+    return (out, lse) if cu_seqlens_q is None else (out[0], lse[0])
+
+
+@attention_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    checks.check_tensors(q, k, v, packed=cu_seqlens_q is not None)
+    *outer, length, nheads, _ = q.shape
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return (
+        q.new_empty((*outer, length, nheads, v.shape[-1])),
+        q.new_empty((*outer, nheads, length), dtype=dtype),
+    )
+
+
+@torch.library.custom_op("ring_flash_attn::attention_backward", mutates_args=(), schema=_BACKWARD)
+def attention_backward_op(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dsink (empty without a sink)."""
+    packed = cu_seqlens_q is not None
+    if packed:
+        out, lse = out[None], lse[None]
+        dout, dlse = (None if x is None else x[None] for x in (dout, dlse))
+    with no_autocast(q.device):
+        prepared, shard = _prepared(q, k, v, cu_seqlens_q, *rest)
+        results = backward(prepared, [shard], rest[_SINK - 4], [(out, lse)], [(dout, dlse)])
+    dsink, ((dq, dk, dv),) = results
+    dq, dk, dv = (grad.contiguous() for grad in (dq, dk, dv))  # as the fake one says
+    if packed:
+        dq, dk, dv = dq[0], dk[0], dv[0]
+    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
+
+
+@attention_backward_op.register_fake
+def _(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sink = rest[_SINK - 4]
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.where = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    ctx.inputs = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.save_for_backward(*output, *(inputs[i] for i in ctx.where))
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    inputs = list(ctx.inputs)
+    for i, tensor in zip(ctx.where, tensors, strict=True):
+        inputs[i] = tensor
+    dq, dk, dv, dsink = torch.ops.ring_flash_attn.attention_backward(dout, dlse, out, lse, *inputs)
+    grads: list[Tensor | None] = [dq, dk, dv, *[None] * (len(inputs) - 3)]
+    grads[_SINK] = None if inputs[_SINK] is None else dsink
+    return tuple(grads)
+
+
+attention_op.register_autograd(_differentiate, setup_context=_save)

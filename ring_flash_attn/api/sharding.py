@@ -1,0 +1,228 @@
+"""What users otherwise write by hand and get wrong: shard, unshard and position ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..engine import checks
+from ..engine.checks import CuSeqlens, document_lengths
+from ..plan.layout import Sharding, get_layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def shard(
+    x: Tensor,
+    layout: str,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+    dim: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """This rank's part of a tensor that holds all tokens: ids, labels, loss weights, q, k, v, …
+
+    Args:
+        x: has all tokens along `dim`. Every rank passes the same tensor.
+        layout: as in `ring_attention`.
+        cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
+            sequences.
+        dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
+        rank, world_size: which part of how many; by default this process's in `group`.
+        group: process group; the default one if None.
+
+    Returns:
+        The rank's tokens in local order, a new tensor. Differentiable.
+    """
+    checks.check_tensor("x", x)
+    dim = _token_dim(dim, cu_seqlens, x)
+    rank, world_size = _who(rank, world_size, group)
+    sharding = _sharding(layout, cu_seqlens, x.shape[dim], world_size, f"x in dim = {dim}")
+    return x.index_select(dim, torch.tensor(sharding.tokens(rank), device=x.device).long())
+
+
+def unshard(
+    x: Tensor | Sequence[Tensor],
+    layout: str,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+    seqlen: int | None = None,
+    dim: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """All tokens, from the shards: the inverse of `shard`.
+
+    Args:
+        x: this rank's shard, to be gathered over `group`; or the list of all ranks' shards.
+        layout: as in `ring_attention`.
+        cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
+            sequences.
+        seqlen: tokens of the whole sequence without cu_seqlens; by default all shards are equal.
+        dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
+        group: process group; the default one if None.
+
+    Returns:
+        A tensor with all tokens. Differentiable for a list of shards; over a group there is no one
+        right gradient, so a shard that requires one is refused.
+    """
+    if seqlen is not None:
+        seqlen = checks.check_integer("seqlen", seqlen, 0)
+    if isinstance(x, Tensor):
+        checks.check_tensor("x", x)
+        dim = _token_dim(dim, cu_seqlens, x)
+        return _gather(x, layout, cu_seqlens, seqlen, dim, group)
+    dim = _check_shards(x, dim, cu_seqlens)
+    if group is not None:
+        raise ValueError("unshard of a list of shards takes no group: nothing is gathered")
+    total = sum(part.shape[dim] for part in x)
+    if seqlen is not None and seqlen != total:
+        raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
+    sharding = _sharding(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
+    tokens = torch.tensor(
+        [t for rank in range(len(x)) for t in sharding.tokens(rank)], device="cpu"
+    )
+    for rank, part in enumerate(x):
+        _check_size(sharding, rank, part, dim)
+    return torch.cat(list(x), dim).index_select(dim, tokens.long().argsort().to(x[0].device))
+
+
+def _check_shards(x: Sequence[Tensor], dim: int | None, cu_seqlens: CuSeqlens | None) -> int:
+    """The dimension of tokens; an error unless they are tensors that differ there alone."""
+    if not isinstance(x, (list, tuple)):
+        raise TypeError(f"x must be a tensor or a list of tensors, not {type(x).__name__}")
+    if not x:
+        raise ValueError("x must hold at least one shard: unshard got an empty list")
+    for rank, part in enumerate(x):
+        checks.check_tensor(f"x[{rank}]", part)
+    dim = _token_dim(dim, cu_seqlens, x[0])
+    kinds = [(part.dtype, part.device, _without(part.shape, dim)) for part in x]
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0] or x[rank].dim() != x[0].dim():
+            raise ValueError(
+                f"x must hold shards that differ in dimension {dim} alone, but x[0] is "
+                f"{tuple(x[0].shape)} {kinds[0][0]} on {kinds[0][1]}, and x[{rank}] is "
+                f"{tuple(x[rank].shape)} {kind[0]} on {kind[1]}"
+            )
+    return dim
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return tuple(size for i, size in enumerate(shape) if i != dim % len(shape))
+
+
+def _gather(
+    x: Tensor,
+    layout: str,
+    cu_seqlens: CuSeqlens | None,
+    seqlen: int | None,
+    dim: int,
+    group: ProcessGroup | None,
+) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "unshard over a group has no gradient: detach the shard, or compute the loss on shards"
+        )
+    rank, world_size = comm.rank_and_size(group)
+    if seqlen is None and cu_seqlens is None:
+        seqlen = x.shape[dim] * world_size
+    sharding = _sharding(layout, cu_seqlens, seqlen, world_size)
+    _check_size(sharding, rank, x, dim)
+    shapes = []
+    for other in range(world_size):
+        shape = list(x.shape)
+        shape[dim] = sharding.size(other)
+        shapes.append(tuple(shape))
+    parts = comm.gather_shards(x.contiguous(), shapes, comm.resolve_group(group))
+    return unshard(parts, layout, cu_seqlens=cu_seqlens, seqlen=seqlen, dim=dim)
+
+
+def position_ids(
+    layout: str,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+    seqlen: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Positions of this rank's tokens in their documents, as RoPE needs them.
+
+    Args:
+        layout: as in `ring_attention`.
+        cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
+            sequences.
+        seqlen: tokens of the whole sequence; needed without cu_seqlens.
+        rank, world_size: which part of how many; by default this process's in `group`.
+        group: process group; the default one if None.
+        device: of the result; cu_seqlens's device if None.
+
+    Returns:
+        (local tokens,) int64.
+    """
+    if cu_seqlens is None and seqlen is None:
+        raise ValueError("position_ids needs cu_seqlens or seqlen")
+    if seqlen is not None:
+        seqlen = checks.check_integer("seqlen", seqlen, 0)
+    device = checks.check_device("device", device)
+    if device is None and isinstance(cu_seqlens, Tensor):
+        device = cu_seqlens.device
+    rank, world_size = _who(rank, world_size, group)
+    sharding = _sharding(layout, cu_seqlens, seqlen, world_size)
+    return torch.tensor(sharding.positions(rank), dtype=torch.int64, device=device)
+
+
+def _token_dim(dim: int | None, cu_seqlens: CuSeqlens | None, x: Tensor) -> int:
+    if dim is None:
+        dim = 1 if cu_seqlens is None else 0
+    dim = checks.check_integer("dim", dim)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"tokens are looked for in dimension {dim}, but x has shape {tuple(x.shape)}: give dim"
+        )
+    return dim
+
+
+def _who(rank: int | None, world_size: int | None, group: ProcessGroup | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank = {rank} and world_size = {world_size}: give both or neither")
+    if rank is None or world_size is None:
+        return comm.rank_and_size(group)
+    world_size = checks.check_integer("world_size", world_size, 1)
+    rank = checks.check_integer("rank", rank)
+    if group is not None:
+        raise ValueError("give either rank and world_size or group")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank = {rank} is not a rank of {world_size}")
+    return rank, world_size
+
+
+def _sharding(
+    layout: str,
+    cu_seqlens: CuSeqlens | None,
+    total: int | None,
+    world_size: int,
+    where: str = "seqlen",
+) -> Sharding:
+    lengths = (total or 0,) if cu_seqlens is None else document_lengths(cu_seqlens, fresh=True)
+    if cu_seqlens is not None and total is not None and sum(lengths) != total:
+        raise ValueError(
+            f"cu_seqlens ends at {sum(lengths)}, but there are {total} tokens ({where})"
+        )
+    return Sharding(get_layout(layout), lengths, world_size)
+
+
+def _check_size(sharding: Sharding, rank: int, x: Tensor, dim: int) -> None:
+    if x.shape[dim] != sharding.size(rank):
+        raise ValueError(
+            f"rank {rank} of {sharding.world_size} holds {sharding.size(rank)} tokens in layout "
+            f"{sharding.layout.name!r} by seqlen or cu_seqlens, but its shard x has {x.shape[dim]} "
+            f"in dim = {dim}"
+        )

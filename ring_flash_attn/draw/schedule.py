@@ -1,0 +1,193 @@
+"""A schedule: what all ranks do at each step, read from their plans, ready to be drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from ..plan.build import make_plan
+from ..plan.problem import Problem
+from ..plan.steps import Payload, Plan, Side, Transfer
+
+LONGER = 64  # factor from the tokens of a small picture to those of a sequence worth spreading
+
+# Colours on which white digits can be read, and which stand out from white and from black.
+_PALETTE = ("#3b76c4", "#d0652a", "#2b9257", "#8a56b8", "#c23f56", "#1b8f9e", "#8c6a2f", "#5f6f8a")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one rank does in one step.
+
+    Attributes:
+        rank, step: who and when.
+        work: launches as text, such as "Q1·K0".
+        pairs: allowed (query, key) pairs computed, summed over KV heads.
+        sends: messages as text, such as "K0 → 2"; K stands for keys and values.
+    """
+
+    rank: int
+    step: int
+    work: tuple[str, ...]
+    pairs: int
+    sends: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """The part of a tile that the mask leaves: pairs of places in the stream.
+
+    Attributes:
+        rank, step: who computes it, and when.
+        pairs: (query, key).
+        solid: neighbouring rows hold neighbouring tokens, so that it is one area of the picture.
+    """
+
+    rank: int
+    step: int
+    pairs: tuple[tuple[int, int], ...]
+    solid: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All turns of a problem on a route.
+
+    Attributes:
+        route: its name.
+        problem: what is computed.
+        backward: whether this is the backward pass.
+        turns: by step, then by rank.
+    """
+
+    route: str
+    problem: Problem
+    backward: bool
+    turns: tuple[tuple[Turn, ...], ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.problem.world_size
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of all ranks and steps."""
+        return sum(turn.pairs for step in self.turns for turn in step)
+
+    @property
+    def step_times(self) -> tuple[int, ...]:
+        """How long each step takes, in pairs: as long as its busiest rank."""
+        return tuple(max(turn.pairs for turn in step) for step in self.turns)
+
+    @property
+    def busy(self) -> float:
+        """The part of all ranks' time that is work, if a step lasts as long as its busiest rank."""
+        time = sum(self.step_times) * self.world_size
+        return self.pairs / time if time else 1.0
+
+    def rank_pairs(self, rank: int) -> int:
+        """Pairs of one rank."""
+        return sum(step[rank].pairs for step in self.turns)
+
+    def longer(self) -> Schedule:
+        """The schedule of documents that are `LONGER` times as long."""
+        lengths = tuple(LONGER * length for length in self.problem.lengths_k)
+        large = replace(self.problem, lengths_q=lengths, lengths_k=lengths)
+        return make_schedule(self.route, large, self.backward)
+
+    def patches(self) -> Iterator[Patch]:
+        """The picture of the first KV head."""
+        for rank in range(self.world_size):
+            yield from _patches(make_plan(self.route, self.problem, rank, self.backward))
+
+    def owners(self) -> list[int]:
+        """The rank of each token of the stream."""
+        owner = [0] * sum(self.problem.lengths_k)
+        for rank in range(self.world_size):
+            for span in self.problem.spans(Side.KEY, rank):
+                for i in range(span.length):
+                    owner[span.index + i * span.stride] = rank
+        return owner
+
+
+def make_schedule(route: str, problem: Problem, backward: bool = False) -> Schedule:
+    """The schedule of all ranks."""
+    plans = [make_plan(route, problem, rank, backward) for rank in range(problem.world_size)]
+    turns = tuple(
+        tuple(_turn(plan, step, problem, backward) for plan in plans)
+        for step in range(len(plans[0].steps))
+    )
+    return Schedule(route, problem, backward, turns)
+
+
+def colour(rank: int, world_size: int) -> str:
+    """A rank's colour, #rrggbb."""
+    if world_size <= len(_PALETTE):
+        return _PALETTE[rank]
+    return _wheel(rank / world_size)
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """0.594 → "59 %"."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 → "1–3, 7"; 1, 5, 9 → "1, 5, 9"."""
+    runs = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}–{members[-1]}")
+    return ", ".join(runs)
+
+
+def _wheel(turn: float) -> str:
+    """A point of the colour wheel."""
+    parts = []
+    for offset in (0, 2, 1):  # red, green, blue
+        distance = abs((turn * 3 + offset + 1.5) % 3 - 1.5)
+        parts.append(round(60 + 140 * max(0.0, min(1.0, 1.25 - distance))))
+    return "#" + "".join(f"{part:02x}" for part in parts)
+
+
+def _turn(plan: Plan, step: int, problem: Problem, backward: bool) -> Turn:
+    work = plan.steps[step].work
+    sends = [
+        _message(transfer, backward, problem)
+        for transfer in plan.steps[step].transfers
+        if transfer.source == plan.rank != transfer.target
+    ]
+    return Turn(
+        plan.rank,
+        step,
+        tuple(f"Q{ranges(each.queries)}·K{ranges(each.keys)}" for each in work),
+        sum(tile.pairs * (each.heads[1] - each.heads[0]) for each in work for tile in each.tiles),
+        tuple(sends),
+    )
+
+
+def _message(transfer: Transfer, backward: bool, problem: Problem) -> str:
+    what = "Q" if transfer.side is Side.QUERY else "K"
+    if transfer.payload is Payload.RESULT:
+        what = f"d{what}" if backward else "out"
+    all_heads = transfer.heads == problem.all_heads
+    heads = "" if all_heads else f" (head {ranges(range(*transfer.heads))})"
+    return f"{what}{transfer.owner}{heads} → {transfer.target}"
+
+
+def _patches(plan: Plan) -> Iterator[Patch]:
+    for number, step in enumerate(plan.steps):
+        for work in step.work:
+            if work.heads[0] != 0:
+                continue
+            for tile in work.tiles:
+                query, key = tile.query, tile.key
+                pairs = tuple(
+                    (query.index + i * query.stride, key.index + j * key.stride)
+                    for i in range(query.length)
+                    for j in range(key.length)
+                    if tile.low <= j - i <= tile.high
+                )
+                yield Patch(plan.rank, number, pairs, query.stride == key.stride == 1)

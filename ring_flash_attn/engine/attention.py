@@ -1,0 +1,424 @@
+"""The one autograd function: every public function ends here, on a group or on virtual ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..comm import Transport
+from ..kernels.base import Call, Grads, Kernel, Saved, State, as_block, as_direct
+from ..kernels.merge import merge
+from ..plan.buffers import BufferPlan, SingleLaunch
+from ..plan.steps import Payload, Side, Work
+from ..trace import span
+from .checks import autocast_dtype
+from .executor import Executor, Field, Fields, Pass, Pool, Views, run_steps, transports
+from .host_copy import raise_if_stale
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRank:
+    """What one rank of this process brings: its plans, and its end of the group.
+
+    Attributes:
+        forward, backward: its steps.
+        transport: makes a fresh end for each pass.
+        pool: where buffers come from.
+    """
+
+    forward: BufferPlan
+    backward: BufferPlan
+    transport: Callable[[], Transport]
+    pool: Pool = field(default_factory=Pool)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """A call, ready to run: its ranks in this process, the kernel, what the kernel must know.
+
+    `where` is for profilers: names of layout and route.
+    """
+
+    ranks: tuple[LocalRank, ...]
+    kernel: Kernel
+    call: Call
+    where: tuple[str, ...] = ("one device",)
+
+
+def attention(
+    prepared: PreparedCall, shards: Sequence[QKV], sink: Tensor | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Exact attention over the shards of all ranks; differentiable in q, k, v and sink.
+
+    Args:
+        prepared: what is to be done.
+        shards: for each rank of this process q (batch, seqlen_q, nheads, headdim), k and v.
+        sink: (nheads,) or None.
+
+    Returns:
+        For each rank of this process out, like q, and lse (batch, nheads, seqlen_q).
+    """
+    flat = [tensor for shard in shards for tensor in shard]
+    inputs = flat if sink is None else [*flat, sink]
+    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if not differentiates and forward_ad._current_level < 0:  # there is no forward mode: autograd
+        return forward(prepared, shards, sink)  # says so
+    results = _Attention.apply(prepared, sink, *flat)
+    count = len(shards)
+    return [(results[i], results[count + i]) for i in range(count)]
+
+
+class _Attention(torch.autograd.Function):
+    """All ranks of this process at once: apply(prepared, sink, q0, k0, v0, q1, …) → outs, lses."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, prepared: PreparedCall, sink: Tensor | None, *flat: Tensor
+    ) -> tuple[Tensor, ...]:
+        results = forward(prepared, _by_rank(flat), sink)
+        outs, lses = [out for out, _ in results], [lse for _, lse in results]
+        slopes = prepared.call.alibi_slopes
+        if slopes is not None:  # saved as a tensor, so that autograd notices if it is changed
+            slopes = slopes.clone() if slopes.is_inference() else slopes
+            prepared = replace(prepared, call=replace(prepared.call, alibi_slopes=None))
+        ctx.prepared = prepared
+        ctx.save_for_backward(sink, slopes, *flat, *outs, *lses)
+        ctx.set_materialize_grads(False)
+        return *outs, *lses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "create_graph=True: attention is differentiable once, so what is computed from "
+                "its gradients (a gradient penalty, a Hessian) would get no gradient. torch's "
+                "scaled_dot_product_attention has second derivatives, with SDPBackend.MATH"
+            )
+        raise_if_stale()
+        prepared = ctx.prepared
+        count = len(prepared.ranks)
+        sink, slopes, *saved = ctx.saved_tensors
+        if slopes is not None:
+            prepared = replace(prepared, call=replace(prepared.call, alibi_slopes=slopes))
+        outs, lses = saved[3 * count : 4 * count], saved[4 * count :]
+        results = list(zip(outs, lses, strict=True))
+        given = list(zip(grads[:count], grads[count:], strict=True))
+        dsink, found = backward(prepared, _by_rank(saved[: 3 * count]), sink, results, given)
+        return None, dsink, *(grad for shard in found for grad in shard)
+
+
+def _by_rank(flat: Sequence[Tensor]) -> list[QKV]:
+    """q0, k0, v0, q1, … → (q0, k0, v0), …"""
+    return list(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
+
+
+def forward(
+    prepared: PreparedCall, shards: Sequence[QKV], sink: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """(out, lse) of each rank of this process, without autograd."""
+    with no_autocast(prepared.call.device), span(_pass_name, "forward", prepared):
+        single = prepared.ranks[0].forward.single_launch
+        if len(prepared.ranks) == 1 and single is not None:
+            result = _forward_single(prepared, single, shards[0], sink)
+            if result is not None:
+                return [result]
+        passes = [
+            _ForwardPass(prepared, local, shard, sink)
+            for local, shard in zip(prepared.ranks, shards, strict=True)
+        ]
+        _run(prepared, [local.forward for local in prepared.ranks], passes)
+        return [each.result() for each in passes]
+
+
+def _run(
+    prepared: PreparedCall,
+    buffer_plans: Sequence[BufferPlan],
+    passes: Sequence[Pass],
+) -> None:
+    """One pass of all ranks of this process."""
+    ranks = prepared.ranks
+    with transports(buffer_plans, [local.transport for local in ranks]) as ends:
+        run_steps(
+            [
+                Executor(work, buffer_plan, end, local.pool)
+                for work, buffer_plan, end, local in zip(passes, buffer_plans, ends, ranks)
+            ]
+        )
+
+
+def backward(
+    prepared: PreparedCall,
+    shards: Sequence[QKV],
+    sink: Tensor | None,
+    results: Sequence[tuple[Tensor, Tensor]],
+    given: Sequence[tuple[Tensor | None, Tensor | None]],
+) -> tuple[Tensor | None, list[QKV]]:
+    """From the gradients of (out, lse) of each rank those of sink and of (q, k, v) of each rank."""
+    call = prepared.call
+    dsink = None if sink is None else torch.zeros_like(sink, dtype=call.state_dtype)
+    with no_autocast(call.device), span(_pass_name, "backward", prepared):
+        douts, kept = [], []
+        single = prepared.ranks[0].backward.single_launch if len(prepared.ranks) == 1 else None
+        for (out, lse), (dout, dlse) in zip(results, given, strict=True):
+            douts.append(torch.zeros_like(out) if dout is None else dout)
+            with span("delta"):
+                kept.append(_saved(prepared, single, out, lse, douts[-1], dlse, sink is not None))
+            if sink is not None and dsink is not None:
+                dsink -= _sink_part(sink, lse, kept[-1].delta)
+        grads_of_one = None
+        if single is not None:
+            grads_of_one = _backward_single(prepared, single, shards[0], douts[0], kept[0])
+        if grads_of_one is not None:
+            grads = [grads_of_one]
+        else:
+            passes = [
+                _BackwardPass(prepared, *of_rank)
+                for of_rank in zip(prepared.ranks, shards, douts, kept, strict=True)
+            ]
+            _run(prepared, [local.backward for local in prepared.ranks], passes)
+            grads = [each.result() for each in passes]
+    return None if sink is None or dsink is None else dsink.to(sink.dtype), grads
+
+
+def _pass_name(direction: str, prepared: PreparedCall) -> str:
+    return f"{direction}: {' x '.join((*prepared.where, prepared.kernel.name))}"
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels choose the precision of every product themselves."""
+    if autocast_dtype(device.type) is None:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _saved(
+    prepared: PreparedCall,
+    single: SingleLaunch | None,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    sink: bool,
+) -> Saved:
+    """What the kernel has to know of the forward pass."""
+    call, direct = prepared.call, as_direct(prepared.kernel)
+    if as_block(prepared.kernel) is not None:
+        if dlse is not None:
+            raise NotImplementedError(
+                f"kernel {prepared.kernel.name!r} cannot differentiate through lse: use another "
+                "(triton, reference), or detach lse"
+            )
+        return Saved(lse, _delta(dout, out, call) if sink else lse.new_empty(0), out)
+    if direct is not None and single is not None and dlse is None and not sink:
+        return Saved(lse, lse.new_empty(0), out)
+    delta = (_delta if direct is None else direct.delta)(dout, out, call)
+    return Saved(lse, delta if dlse is None else delta - dlse)
+
+
+def _forward_single(
+    prepared: PreparedCall, single: SingleLaunch, shard: QKV, sink: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """One launch for all: nothing is carried, and the kernel writes what the user gets.
+
+    None for a kernel that cannot.
+    """
+    q, k, v = shard
+    block = as_block(prepared.kernel)
+    if block is not None and sink is None:
+        with span("{.name} forward", prepared.kernel):
+            return block.alone(q, k, v, single.tiles, prepared.call)
+    if as_direct(prepared.kernel) is None:
+        return None
+    out, lse = _empty_state(q, prepared.call, prepared.call.dtype, sink, single.covers_queries)
+    with span("{.name} forward", prepared.kernel):
+        prepared.kernel.forward(q, k, v, single.tiles, State(out, lse), prepared.call)
+    return out, lse
+
+
+def _backward_single(
+    prepared: PreparedCall, single: SingleLaunch, shard: QKV, dout: Tensor, saved: Saved
+) -> QKV | None:
+    """Likewise."""
+    q, k, v = shard
+    block = as_block(prepared.kernel)
+    if block is not None:
+        with span("{.name} backward", prepared.kernel):
+            return block.alone_backward(dout, q, k, v, single.tiles, saved, prepared.call)
+    if as_direct(prepared.kernel) is None:
+        return None
+    make_q = torch.empty_like if single.covers_queries else torch.zeros_like
+    make_k = torch.empty_like if single.covers_keys else torch.zeros_like
+    compact = torch.contiguous_format
+    grads = (
+        make_q(q, memory_format=compact),
+        make_k(k, memory_format=compact),
+        make_k(v, memory_format=compact),
+    )
+    fresh = Grads(*grads, fresh_q=True, fresh_k=True)
+    with span("{.name} backward", prepared.kernel):
+        prepared.kernel.backward(dout, q, k, v, single.tiles, saved, fresh, prepared.call)
+    return grads
+
+
+def _empty_state(
+    q: Tensor, call: Call, dtype: torch.dtype, sink: Tensor | None, covered: bool
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) before the first launch; not cleared if direct launches cover every row."""
+    batch, length, nheads, _ = q.shape
+    make = torch.empty if covered else torch.zeros
+    out = make((batch, length, nheads, call.headdim_v), dtype=dtype, device=q.device)
+    lse = torch.empty((batch, nheads, length), dtype=call.state_dtype, device=q.device)
+    if sink is not None:
+        lse.copy_(sink.to(lse.dtype)[:, None].expand_as(lse))
+    elif not covered:
+        lse.fill_(-torch.inf)
+    return out, lse
+
+
+def _delta(dout: Tensor, out: Tensor, call: Call) -> Tensor:
+    """(batch, nheads, seqlen_q): the sum of dout · out."""
+    products = dout.to(call.state_dtype) * out.to(call.state_dtype)
+    return products.sum(-1).transpose(1, 2).contiguous()
+
+
+def _sink_part(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(nheads,): the sum over queries of (probability of the sink) · delta."""
+    score = sink.to(lse.dtype)[:, None]
+    return torch.where(score > -torch.inf, (score - lse).exp() * delta, 0.0).sum((0, 2))
+
+
+def _needs_no_zeros(kernel: Kernel) -> bool:
+    """Whether it writes what is first, instead of adding it to what was cleared."""
+    return as_direct(kernel) is not None or as_block(kernel) is not None
+
+
+class _ForwardPass:
+    """q, k, v travel as the plan says; (out, lse) is the result of the query side."""
+
+    def __init__(
+        self, prepared: PreparedCall, local: LocalRank, shard: QKV, sink: Tensor | None
+    ) -> None:
+        q, k, v = shard
+        self._kernel, self._call = prepared.kernel, prepared.call
+        call = prepared.call
+        group = call.nheads // call.nheads_k
+        self.fields: dict[tuple[Payload, Side], Fields] = {
+            (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, call.dtype),),
+            (Payload.INPUT, Side.KEY): _key_fields(call, call.dtype),
+            (Payload.RESULT, Side.QUERY): (
+                Field(group, call.headdim_v, call.state_dtype),
+                Field(group, None, call.state_dtype),
+            ),
+        }
+        complete = local.forward.plan.complete
+        covered = complete and _needs_no_zeros(self._kernel)
+        out, lse = _empty_state(q, call, call.state_dtype, sink, covered)
+        final = complete and call.dtype is not call.state_dtype
+        self.state = State(out, lse, torch.empty_like(out, dtype=call.dtype) if final else None)
+        self.home: dict[tuple[Payload, Side], Views] = {
+            (Payload.INPUT, Side.QUERY): (q,),
+            (Payload.INPUT, Side.KEY): (k, v),
+            (Payload.RESULT, Side.QUERY): (out, lse),
+        }
+
+    def launch(self, work: Work, executor: Executor) -> None:
+        (q,), (k, v) = executor.inputs(work, Side.QUERY), executor.inputs(work, Side.KEY)
+        result = self.state.result
+        if result is not None:
+            result = self.fields[Payload.RESULT, Side.QUERY][0].of_heads(result, work.heads)
+        out, lse = executor.results(work, Side.QUERY)
+        state, call = State(out, lse, result), self._call.of_heads(*work.heads)
+        with span("{.name} forward on rank {}", self._kernel, executor.rank):
+            self._kernel.forward(q, k, v, work.tiles, state, call)
+
+    def combine(self, side: Side, ours: Views, theirs: Views) -> None:
+        merge(State(ours[0], ours[1]), theirs[0], theirs[1])
+
+    def clear(self, side: Side, views: Views) -> None:
+        out, lse = views
+        out.zero_()
+        lse.fill_(-torch.inf)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The output of this rank's queries, in the user's dtype, and lse."""
+        out, lse, final = self.state.out, self.state.lse, self.state.result
+        return (out.to(self._call.dtype) if final is None else final), lse
+
+
+class _BackwardPass:
+    """q, dout, lse, delta and k, v travel as the plan says; dq and (dk, dv) are the results.
+
+    For kernels that return blocks, out travels instead of delta.
+    """
+
+    def __init__(
+        self, prepared: PreparedCall, local: LocalRank, shard: QKV, dout: Tensor, saved: Saved
+    ) -> None:
+        q, k, v = shard
+        self._kernel, self._call = prepared.kernel, prepared.call
+        call = prepared.call
+        self._writes = _needs_no_zeros(self._kernel)
+        group = call.nheads // call.nheads_k
+        row, out = Field(group, None, call.state_dtype), Field(group, call.headdim_v, call.dtype)
+        last, of_last = (row, saved.delta) if saved.out is None else (out, saved.out)
+        self.fields: dict[tuple[Payload, Side], Fields] = {
+            (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, call.dtype), out, row, last),
+            (Payload.INPUT, Side.KEY): _key_fields(call, call.dtype),
+            (Payload.RESULT, Side.QUERY): (Field(group, call.headdim, call.state_dtype),),
+            (Payload.RESULT, Side.KEY): _key_fields(call, call.state_dtype),
+        }
+        dq, dk, dv = (
+            self._accumulator(x, local.backward.begins[side])
+            for x, side in ((q, Side.QUERY), (k, Side.KEY), (v, Side.KEY))
+        )
+        self.home: dict[tuple[Payload, Side], Views] = {
+            (Payload.INPUT, Side.QUERY): (q, dout, saved.lse, of_last),
+            (Payload.INPUT, Side.KEY): (k, v),
+            (Payload.RESULT, Side.QUERY): (dq,),
+            (Payload.RESULT, Side.KEY): (dk, dv),
+        }
+
+    def _accumulator(self, x: Tensor, begins: bool) -> Tensor:
+        make = torch.empty if self._writes and begins else torch.zeros
+        return make(x.shape, dtype=self._call.state_dtype, device=x.device)
+
+    def launch(self, work: Work, executor: Executor) -> None:
+        q, dout, lse, delta_or_out = executor.inputs(work, Side.QUERY)
+        k, v = executor.inputs(work, Side.KEY)
+        fresh_q, fresh_k = (self._writes and executor.is_fresh(work, side) for side in Side)
+        (dq,), (dk, dv) = executor.results(work, Side.QUERY), executor.results(work, Side.KEY)
+        call = self._call.of_heads(*work.heads)
+        if as_block(self._kernel) is None:
+            saved = Saved(lse, delta_or_out)
+        else:
+            saved = Saved(lse, lse.new_empty(0), delta_or_out)
+        grads = Grads(dq, dk, dv, fresh_q, fresh_k)
+        with span("{.name} backward on rank {}", self._kernel, executor.rank):
+            self._kernel.backward(dout, q, k, v, work.tiles, saved, grads, call)
+
+    def combine(self, side: Side, ours: Views, theirs: Views) -> None:
+        with span("add gradients"):
+            for mine, other in zip(ours, theirs, strict=True):
+                mine += other
+
+    def clear(self, side: Side, views: Views) -> None:
+        for view in views:
+            view.zero_()
+
+    def result(self) -> QKV:
+        """dq, dk, dv of this rank's shards, in the user's dtype."""
+        (dq,) = self.home[Payload.RESULT, Side.QUERY]
+        dk, dv = self.home[Payload.RESULT, Side.KEY]
+        return dq.to(self._call.dtype), dk.to(self._call.dtype), dv.to(self._call.dtype)
+
+
+def _key_fields(call: Call, dtype: torch.dtype) -> tuple[Field, Field]:
+    return Field(1, call.headdim, dtype), Field(1, call.headdim_v, dtype)

@@ -1,0 +1,426 @@
+"""From a user's arguments to a problem; one function for each way to describe the documents."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import comm
+from ..cache import Cache
+from ..kernels.base import registrations
+from ..plan import routes as _routes  # registers them
+from ..plan.build import check_route
+from ..plan.layout import get_layout
+from ..plan.llama3 import Llama3Problem
+from ..plan.problem import Problem
+from . import checks
+from .attention import QKV, PreparedCall
+from .checks import CuSeqlens, document_lengths
+from .prepare import Options, Output, prepare_virtual, run_on_group, run_prepared
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+del _routes
+
+_CONNECTED = 16  # ranks of which each may have a connection to every other
+_FEW_TOKENS = 8192  # of a rank; with more, launches of two sources are as fast as larger ones
+
+
+def run_batch(
+    layout: str,
+    route: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | None = None,
+    seqlen: int | None = None,
+    seqlen_k: int | None = None,
+    heads_k_stride: int | None = None,
+    sources_per_launch: int | None = None,
+    **options: Any,
+) -> Output:
+    """Sequences of one length, spread over the group; shards are equal unless seqlen is given."""
+    _, world_size = comm.rank_and_size(group)
+    opts = Options(**options)
+    q, k, v = _prepare_shard(q, k, v, packed=False)
+    lengths_q, lengths_k = (
+        (x.shape[1] * world_size if given is None else checks.check_integer(name, given, 0),)
+        for name, given, x in (("seqlen", seqlen, q), ("seqlen_k", seqlen_k, k))
+    )
+    same = {"seqlen_q": lengths_q, "seqlen_k": lengths_k, "batch": q.shape[0]}
+    problem = make_problem(
+        layout,
+        route,
+        lengths_q,
+        lengths_k,
+        world_size,
+        opts,
+        k.shape[2],
+        heads_k_stride,
+        sources_per_launch,
+    )
+    return run_on_group(route, problem, q, k, v, opts, group, same, packed=False)
+
+
+def run_local_documents(
+    layout: str,
+    route: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: CuSeqlens,
+    max_seqlen: int,
+    group: ProcessGroup | None = None,
+    **options: Any,
+) -> Output:
+    """Packed documents, each spread over the group; cu_seqlens is that of a shard, equal on all."""
+    _, world_size = comm.rank_and_size(group)
+    opts = Options(**options)
+    q, k, v = _prepare_shard(q, k, v, packed=True)
+    local = document_lengths(cu_seqlens, q.device)
+    checks.check_max_seqlen("max_seqlen", max_seqlen, local)
+    for name, tensor in (("q", q), ("k", k)):
+        checks.check_total(local, tensor[0], name, "cu_seqlens")
+    lengths = tuple(length * world_size for length in local)
+    same = {"total": q.shape[1], "documents": len(lengths), **document_values(cu_seqlens=lengths)}
+    problem = make_problem(layout, route, lengths, lengths, world_size, opts, k.shape[2])
+    return run_on_group(route, problem, q, k, v, opts, group, same, packed=True)
+
+
+def run_documents(
+    layout: str,
+    route: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: CuSeqlens,
+    cu_seqlens_k: CuSeqlens | None = None,
+    max_seqlen: int | None = None,
+    heads_k_stride: int | None = None,
+    sources_per_launch: int | None = None,
+    group: ProcessGroup | None = None,
+    **options: Any,
+) -> Output:
+    """Packed documents, spread over the group; cu_seqlens is that of the whole stream."""
+    _, world_size = comm.rank_and_size(group)
+    opts = Options(**options)
+    q, k, v = _prepare_shard(q, k, v, packed=True)
+    lengths_q = document_lengths(cu_seqlens, q.device)
+    lengths_k = lengths_q
+    if cu_seqlens_k is not None:
+        lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
+    if max_seqlen is not None:
+        checks.check_max_seqlen("max_seqlen", max_seqlen, lengths_q)
+    same = {
+        "tokens": (sum(lengths_q), sum(lengths_k)),
+        "documents": len(lengths_q),
+        **document_values(cu_seqlens=lengths_q, cu_seqlens_k=lengths_k),
+    }
+    problem = make_problem(
+        layout,
+        route,
+        lengths_q,
+        lengths_k,
+        world_size,
+        opts,
+        k.shape[2],
+        heads_k_stride,
+        sources_per_launch,
+    )
+    return run_on_group(route, problem, q, k, v, opts, group, same, packed=True)
+
+
+def run_llama3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    group: ProcessGroup | None = None,
+    **options: Any,
+) -> Output:
+    """Packed documents in a stream that is split evenly; each rank knows its own part."""
+    rank, world_size = comm.rank_and_size(group)
+    opts = Options(**options)
+    q, k, v = _prepare_shard(q, k, v, packed=True)
+    lengths_q, lengths_k = checks.document_pairs(
+        q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    )
+    checks.check_total(lengths_q, q[0], "q", "cu_seqlens_q")
+    _check_documents(lengths_q, lengths_k)
+    local_k_slice = checks.check_slice("local_k_slice", local_k_slice)
+    if local_k_slice.step == 0:
+        raise ValueError(f"local_k_slice = {local_k_slice} has a step of 0")
+    gathered = range(k.shape[1] * world_size)[local_k_slice]
+    if gathered.step != 1 or len(gathered) != sum(lengths_k):
+        raise ValueError(
+            f"local_k_slice = {local_k_slice} takes {len(gathered)} of {k.shape[1] * world_size} "
+            f"gathered keys in steps of {gathered.step}, but cu_seqlens_k ends at {sum(lengths_k)}"
+        )
+    problem = Llama3Problem(
+        lengths_q,
+        lengths_k,
+        gathered.start,
+        rank,
+        world_size,
+        q.shape[1],
+        k.shape[1],
+        opts.mask,
+        bottom_right=opts.causal or q.shape[1] != k.shape[1],
+        nheads_k=k.shape[2],
+        heads_k_stride=checks.check_heads_k_stride(heads_k_stride, k.shape[2]),
+    )
+    same = {"total_q": q.shape[1], "total_k": k.shape[1]}
+    return run_on_group("all_gather", problem, q, k, v, opts, group, same, packed=True)
+
+
+def run_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
+    """Sequences of one length on one device."""
+    return _on_one_device(q, k, v, None, options)
+
+
+def run_single_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: CuSeqlens,
+    cu_seqlens_k: CuSeqlens,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_table: Tensor | None = None,
+    **options: Any,
+) -> Output:
+    """Packed documents on one device."""
+    if block_table is not None:
+        checks.check_tensor("block_table", block_table)
+        raise NotImplementedError("block_table: paged keys and values are not supported")
+    checks.check_tensor("q", q)
+    lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _on_one_device(q, k, v, lengths, options)
+
+
+def run_single_documents_qkv(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: CuSeqlens, max_seqlen: int, **options: Any
+) -> Output:
+    """Packed documents on one device, with as many queries as keys."""
+    lengths = document_lengths(cu_seqlens, q.device)
+    checks.check_max_seqlen("max_seqlen", max_seqlen, lengths)
+    checks.check_total(lengths, q, "qkv", "cu_seqlens")
+    return _on_one_device(q, k, v, (lengths, lengths), options)
+
+
+_READY = 64  # plans of long packs are large
+_ready: Cache[tuple[object, ...], PreparedCall] = Cache(
+    _READY
+)  # by all that checks and plan depend on
+
+
+def _on_one_device(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    options: dict[str, Any],
+) -> Output:
+    """Packed documents of these lengths, or a batch."""
+    prepared, shard = prepare_single(q, k, v, lengths, options)
+    with_lse = options.get("return_attn_probs", False)
+    return run_prepared(prepared, [shard], options.get("sink"), with_lse, lengths is not None)[0]
+
+
+def prepare_single(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    options: dict[str, Any],
+) -> tuple[PreparedCall, QKV]:
+    """What does a call on one device, and its tensors; checked and planned once for all like it."""
+    packed = lengths is not None
+    _check_all(q, k, v)
+    for name in ("alibi_slopes", "sink"):
+        if options.get(name) is not None:
+            checks.check_tensor(name, options[name])
+    q, k, v = in_autocast_dtype(q, k, v)
+    key = _key(q, k, v, lengths, options)
+    prepared = _ready.get(key) if key is not None else None
+    if prepared is not None:
+        shard = (q[None], k[None], v[None]) if packed else (q, k, v)
+        if prepared.call.alibi_slopes is not None:
+            prepared = replace(
+                prepared, call=replace(prepared.call, alibi_slopes=options["alibi_slopes"])
+            )
+        return prepared, shard
+    opts = Options(**options)
+    shard = _prepare(q, k, v, packed)
+    if lengths is None:
+        lengths = (q.shape[1],), (k.shape[1],)
+    else:
+        checks.check_total(lengths[0], q, "q", "cu_seqlens_q")
+        checks.check_total(lengths[1], k, "k", "cu_seqlens_k")
+    problem = make_problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2])
+    prepared = prepare_virtual("ring", problem, [shard], opts)
+    if key is not None:
+        _ready.add(key, prepared)
+    return prepared, shard
+
+
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, lengths: object, options: dict[str, Any]
+) -> tuple[object, ...] | None:
+    """What decides whether a call is right and how it is done; None if that takes a closer look."""
+    values: list[object] = [lengths, registrations(), torch.are_deterministic_algorithms_enabled()]
+    for x in (q, k, v, options.get("alibi_slopes"), options.get("sink")):
+        kind = (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
+        values.append(kind)
+    for name, value in options.items():
+        if name not in ("alibi_slopes", "sink"):
+            if isinstance(value, Tensor):  # equal to itself, whatever it holds
+                return None
+            values += name, type(value), value
+    left, right = checks.check_window(options.get("window_size", (-1, -1)))
+    key = (*values, left, right)
+    try:
+        hash(key)
+    except TypeError:  # a list for a tuple, perhaps
+        return None
+    return key
+
+
+def run_virtual(
+    layout: str,
+    route: str,
+    shards: Sequence[QKV],
+    lengths_q: tuple[int, ...],
+    lengths_k: tuple[int, ...],
+    packed: bool,
+    heads_k_stride: int | None,
+    sources_per_launch: int | None = None,
+    **options: Any,
+) -> list[Output]:
+    """All ranks in this process, one shard (q, k, v) each."""
+    opts = Options(**options)
+    shards = [_prepare(*shard, packed=packed) for shard in shards]
+    problem = make_problem(
+        layout,
+        route,
+        lengths_q,
+        lengths_k,
+        len(shards),
+        opts,
+        shards[0][1].shape[2],
+        heads_k_stride,
+        sources_per_launch,
+    )
+    prepared = prepare_virtual(route, problem, shards, opts)
+    return run_prepared(prepared, shards, opts.sink, opts.return_attn_probs, packed)
+
+
+def _prepare_shard(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
+    """The same, of tensors that can be sent."""
+    q, k, v = _prepare(q, k, v, packed)
+    if q.device.type == "meta":
+        raise ValueError("q, k and v are on meta: there is nothing to send to other ranks")
+    return q, k, v
+
+
+def _check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
+    checks.check_tensor("q", q)
+    checks.check_tensor("k", k)
+    checks.check_tensor("v", v)
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
+    """Checked, in autocast's dtype, as (batch, seqlen, nheads, headdim)."""
+    _check_all(q, k, v)
+    q, k, v = in_autocast_dtype(q, k, v)
+    checks.check_tensors(q, k, v, packed)
+    return (q[None], k[None], v[None]) if packed else (q, k, v)
+
+
+def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> QKV:
+    """What autocast makes of them, where it is on."""
+    dtype = checks.autocast_dtype(q.device.type)
+    if dtype is not None:
+        lower = (torch.float32, torch.float16, torch.bfloat16)
+        q, k, v = (x.to(dtype) if x.dtype in lower else x for x in (q, k, v))
+    return q, k, v
+
+
+def document_values(**lengths: tuple[int, ...]) -> dict[str, object]:
+    """What of cu_seqlens the ranks compare beyond its size: nothing, or all."""
+    if comm.check_mode() != "values":
+        return {}
+    return {
+        name: hashlib.sha1(repr(value).encode()).hexdigest()[:12] + f" of {value[:8]}"
+        for name, value in lengths.items()
+    }
+
+
+def _check_documents(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> None:
+    if len(lengths_q) != len(lengths_k):
+        raise ValueError(
+            f"cu_seqlens of the queries delimits {len(lengths_q)} documents, that of the keys "
+            f"{len(lengths_k)}"
+        )
+
+
+def _sources(tokens: int, world_size: int) -> int:
+    """Ranks whose keys one launch takes if the user does not say, measured on an H200."""
+    if world_size > _CONNECTED:
+        return 1
+    return 4 if tokens <= _FEW_TOKENS * world_size else 2
+
+
+def make_problem(
+    layout: str,
+    route: str,
+    lengths_q: tuple[int, ...],
+    lengths_k: tuple[int, ...],
+    world_size: int,
+    opts: Options,
+    nheads_k: int,
+    heads_k_stride: int | None = None,
+    sources_per_launch: int | None = None,
+) -> Problem:
+    """What is to be computed; ValueError where that makes no sense."""
+    check_route(route)
+    _check_documents(lengths_q, lengths_k)
+    if heads_k_stride is None:
+        heads_k_stride = nheads_k
+    elif route != "all_gather":
+        raise ValueError(
+            f"heads_k_stride = {heads_k_stride}: route {route!r} takes all heads at once"
+        )
+    if sources_per_launch is None:
+        sources_per_launch = _sources(sum(lengths_k), world_size) if route == "ring" else 1
+    elif route != "ring":
+        raise ValueError(
+            f"sources_per_launch = {sources_per_launch!r}: only route 'ring' groups sources, "
+            f"not {route!r}"
+        )
+    return Problem(
+        get_layout(layout),
+        lengths_q,
+        lengths_k,
+        world_size,
+        opts.mask,
+        nheads_k,
+        checks.check_heads_k_stride(heads_k_stride, nheads_k),
+        checks.check_integer("sources_per_launch", sources_per_launch, 1),
+    )

@@ -1,0 +1,370 @@
+"""The executor of a plan: the buffers, messages and launches of one rank, step by step.
+
+Every buffer that travels is stored rows first, (seqlen, batch, nheads, …), so that a piece of a
+shard is a contiguous part of any buffer that holds it; kernels see it as (batch, seqlen, nheads,
+…).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm import Message, Transport
+from ..plan.buffers import BufferPlan, Move, Slot
+from ..plan.steps import Heads, Payload, Side, Step, Transfer, Work
+from ..trace import span
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a payload.
+
+    Attributes:
+        heads: its heads for each KV head: 1, or the group size on the query side.
+        headdim: last dimension; None for a number per row, kept as (batch, nheads, seqlen).
+        dtype: of its elements.
+    """
+
+    heads: int
+    headdim: int | None
+    dtype: torch.dtype
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """Rows-first buffer → what kernels see."""
+        return buffer.permute(1, 2, 0) if self.headdim is None else buffer.transpose(0, 1)
+
+    def rows_first(self, tensor: Tensor) -> Tensor:
+        """What kernels see → rows-first, contiguous (a copy only if need be)."""
+        moved = tensor.permute(2, 0, 1) if self.headdim is None else tensor.transpose(0, 1)
+        return moved.contiguous()
+
+    def of_heads(self, tensor: Tensor, heads: Heads) -> Tensor:
+        """The part of a kernel-side tensor that belongs to some KV heads."""
+        dim = 1 if self.headdim is None else 2
+        if tensor.shape[dim] == (heads[1] - heads[0]) * self.heads:
+            return tensor
+        at = slice(heads[0] * self.heads, heads[1] * self.heads)
+        return tensor[:, at] if self.headdim is None else tensor[:, :, at]
+
+    def of_rows(self, tensor: Tensor, rows: slice) -> Tensor:
+        """Some rows of a kernel-side tensor."""
+        return tensor[:, :, rows] if self.headdim is None else tensor[:, rows]
+
+
+Fields = tuple[Field, ...]
+Views = tuple[Tensor, ...]
+Buffers = tuple[Tensor, ...]
+
+
+class Pool:
+    """Where buffers come from and go to. Here torch makes each anew, and gets it back."""
+
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer; what is in it is anybody's guess."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """It is not used any more."""
+
+
+class Pass(Protocol):
+    """Forward or backward on one rank: which tensors there are, and what a launch does.
+
+    Attributes:
+        fields: the tensors of each payload.
+        home: this rank's own shards, as kernels see them.
+    """
+
+    fields: dict[tuple[Payload, Side], Fields]
+    home: dict[tuple[Payload, Side], Views]
+
+    def launch(self, work: Work, executor: Executor) -> None:
+        """Run the kernel on the executor's `inputs` and `results`."""
+
+    def combine(self, side: Side, ours: Views, theirs: Views) -> None:
+        """Add what others have accumulated to what is accumulated here."""
+
+    def clear(self, side: Side, views: Views) -> None:
+        """Make accumulators empty."""
+
+
+class Executor:
+    """Runs the plan of one rank: its buffers, its messages, and the launches of a pass.
+
+    Args:
+        work: the pass.
+        buffer_plan: the steps of this rank, and where shards lie.
+        transport: this rank's end of the group.
+        pool: where buffers come from.
+    """
+
+    def __init__(
+        self,
+        work: Pass,
+        buffer_plan: BufferPlan,
+        transport: Transport,
+        pool: Pool,
+    ) -> None:
+        self._pass, self._fields, self._home = work, work.fields, work.home
+        self.buffer_plan, self.plan = buffer_plan, buffer_plan.plan
+        self.rank = self.plan.rank
+        q = self._home[Payload.INPUT, Side.QUERY][0]
+        self._transport, self._batch, self._device = transport, q.shape[0], q.device
+        self._buffers: dict[Slot, Buffers] = {}
+        self._begun: set[tuple[Side, Heads]] = set()
+        self._pool = pool
+        self._own: dict[tuple[Side, Heads], Buffers] = {}  # our shards, rows first, while we send
+        self._arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
+
+    # Steps.
+
+    def post(self, number: int) -> None:
+        """Start the transfers of a step."""
+        messages: list[Message] = []
+        for move in self.buffer_plan.moves[number]:
+            transfer = move.transfer
+            if transfer.source == transfer.target:
+                self._copy_in_place(move)
+            elif transfer.source == self.rank:
+                messages += [
+                    Message(t, transfer.target, receive=False) for t in self._outgoing(move)
+                ]
+            else:
+                messages += [
+                    Message(t, transfer.source, receive=True) for t in self._incoming(move)
+                ]
+        with span(_post_name, self.rank, number, messages):
+            self._transport.post(messages)
+
+    def compute(self, number: int) -> None:
+        """Do the work of a step."""
+        for work in self.plan.steps[number].work:
+            self._pass.launch(work, self)
+
+    def finish(self, number: int) -> None:
+        """Await the transfers of a step; add up results; give buffers back."""
+        with span(_wait_name, self, number):
+            self._transport.wait()
+        for move, buffers in self._arrivals:
+            self._add(move, buffers)
+        self._arrivals.clear()
+        for slot in self.buffer_plan.last_use.get(number, ()):
+            self._give_back(self._buffers.pop(slot, ()))
+        for key in [key for key in self._own if self.buffer_plan.own[key][1] == number]:
+            del self._own[key]
+
+    # Shards, wherever they lie.
+
+    def inputs(self, work: Work, side: Side) -> Views:
+        """What a launch reads of one side."""
+        return self._views(Payload.INPUT, work, side)
+
+    def results(self, work: Work, side: Side) -> Views:
+        """Where a launch accumulates what belongs to one side."""
+        return self._views(Payload.RESULT, work, side)
+
+    def is_fresh(self, work: Work, side: Side) -> bool:
+        """Whether a launch is the first to write there, and names every row; asked before it."""
+        if work.owners(side) == (self.rank,):
+            fresh = self.buffer_plan.begins[side] and (side, work.heads) not in self._begun
+            self._begun.add((side, work.heads))
+            return fresh
+        slot = Slot(Payload.RESULT, side, work.owners(side), work.heads)
+        if slot in self._buffers or not self.buffer_plan.covers(work, side):
+            return False
+        self._buffers[slot] = self._new_buffer(slot)
+        return True
+
+    def _views(self, payload: Payload, work: Work, side: Side) -> Views:
+        fields, owners = self._fields[payload, side], work.owners(side)
+        if owners == (self.rank,):
+            home = self._home[payload, side]
+            return tuple(f.of_heads(t, work.heads) for f, t in zip(fields, home, strict=True))
+        slot = Slot(payload, side, owners, work.heads)
+        assert payload is Payload.RESULT or slot in self._buffers, f"{slot} has not arrived"
+        return tuple(f.view(b) for f, b in zip(fields, self._buffer(slot), strict=True))
+
+    def _copy_in_place(self, move: Move) -> None:
+        """Our own shard, into or out of a buffer that holds several."""
+        transfer = move.transfer
+        fields = self._fields[transfer.payload, transfer.side]
+        shard, buffers = self._at_home(transfer), self._buffer(move.slot)
+        for of_shard, of_slot in zip(move.of_shard, move.of_slot, strict=True):
+            ours = tuple(f.of_rows(t, of_shard) for f, t in zip(fields, shard, strict=True))
+            there = tuple(f.view(b[of_slot]) for f, b in zip(fields, buffers, strict=True))
+            if transfer.payload is Payload.RESULT:
+                self._pass.combine(transfer.side, ours, there)
+            else:
+                for view, tensor in zip(there, ours, strict=True):
+                    view.copy_(tensor)
+
+    def _at_home(self, transfer: Transfer) -> Views:
+        """Our own shard, as kernels see it."""
+        fields = self._fields[transfer.payload, transfer.side]
+        home = self._home[transfer.payload, transfer.side]
+        return tuple(f.of_heads(t, transfer.heads) for f, t in zip(fields, home, strict=True))
+
+    def _outgoing(self, move: Move) -> list[Tensor]:
+        """What we send: our own shard, or one that is passing through, or what we have added up."""
+        transfer = move.transfer
+        if transfer.payload is Payload.RESULT or transfer.owner != self.rank:
+            return _cut(self._buffer(move.slot), move.of_slot)
+        if not move.of_shard:
+            return []
+        key = transfer.side, transfer.heads
+        rows, _ = self.buffer_plan.own[key]
+        if key not in self._own:
+            pairs = zip(self._fields[transfer.payload, transfer.side], self._at_home(transfer))
+            self._own[key] = tuple(f.rows_first(f.of_rows(t, rows)) for f, t in pairs)
+        moved = [slice(each.start - rows.start, each.stop - rows.start) for each in move.of_shard]
+        return _cut(self._own[key], moved)
+
+    def _incoming(self, move: Move) -> list[Tensor]:
+        """Where what we get belongs: inputs where launches look for them, results in between."""
+        transfer = move.transfer
+        if transfer.payload is Payload.INPUT:
+            return _cut(self._buffer(move.slot), move.of_slot)
+        size = sum(rows.stop - rows.start for rows in move.of_parcel)
+        buffers = self._take(self._fields[transfer.payload, transfer.side], size, transfer.heads)
+        self._arrivals.append((move, buffers))
+        return _cut(buffers, move.of_parcel)
+
+    def _add(self, move: Move, buffers: Buffers) -> None:
+        """Results of others have arrived: add ours, or pass them on if we have none."""
+        transfer = move.transfer
+        fields = self._fields[transfer.payload, transfer.side]
+        theirs = tuple(f.view(b) for f, b in zip(fields, buffers, strict=True))
+        if transfer.owner == self.rank:
+            home = self._at_home(transfer)
+            row = 0
+            for at in _joined(move.of_shard):
+                there = slice(row, row + at.stop - at.start)
+                ours = tuple(f.of_rows(t, at) for f, t in zip(fields, home, strict=True))
+                part = tuple(f.of_rows(t, there) for f, t in zip(fields, theirs, strict=True))
+                self._pass.combine(transfer.side, ours, part)
+                row = there.stop
+        else:
+            assert not transfer.cut, "sums on their way are whole"
+            if move.slot not in self._buffers:
+                self._buffers[move.slot] = buffers
+                return
+            mine = self._buffers[move.slot]
+            ours = tuple(f.view(b) for f, b in zip(fields, mine, strict=True))
+            self._pass.combine(transfer.side, ours, theirs)
+        self._give_back(buffers)
+
+    # Buffers.
+
+    def _buffer(self, slot: Slot) -> Buffers:
+        if slot not in self._buffers:
+            self._buffers[slot] = buffers = self._new_buffer(slot)
+            if slot.payload is Payload.RESULT:  # sent even where no launch adds to it
+                fields = self._fields[slot.payload, slot.side]
+                views = tuple(f.view(b) for f, b in zip(fields, buffers, strict=True))
+                self._pass.clear(slot.side, views)
+        return self._buffers[slot]
+
+    def _new_buffer(self, slot: Slot) -> Buffers:
+        fields = self._fields[slot.payload, slot.side]
+        return self._take(fields, self.buffer_plan.rows(slot), slot.heads)
+
+    def _take(self, fields: Fields, size: int, heads: Heads) -> Buffers:
+        """Buffers for `size` rows."""
+        buffers = []
+        for field in fields:
+            last = () if field.headdim is None else (field.headdim,)
+            shape = torch.Size((size, self._batch, (heads[1] - heads[0]) * field.heads, *last))
+            buffers.append(self._pool.take(shape, field.dtype, self._device))
+        return tuple(buffers)
+
+    def _give_back(self, buffers: Iterable[Tensor]) -> None:
+        for buffer in buffers:
+            self._pool.give(buffer)
+
+
+def _joined(rows: Iterable[slice]) -> list[slice]:
+    """The same rows, with neighbours as one."""
+    found: list[slice] = []
+    for each in rows:
+        if found and found[-1].stop == each.start:
+            found[-1] = slice(found[-1].start, each.stop)
+        else:
+            found.append(each)
+    return found
+
+
+def _cut(buffers: Iterable[Tensor], rows: Sequence[slice]) -> list[Tensor]:
+    """Some rows of each of some rows-first buffers: contiguous, and both ends list them alike."""
+    return [buffer[each] for buffer in buffers for each in rows]
+
+
+@contextmanager
+def transports(
+    buffer_plans: Sequence[BufferPlan], make: Sequence[Callable[[], Transport]]
+) -> Iterator[list[Transport]]:
+    """Each rank's end of the group for a pass; if that fails, what was posted is drained."""
+    made = [each() for each in make]
+    try:
+        yield made
+    except BaseException as error:
+        for buffer_plan, transport in zip(buffer_plans, made, strict=True):
+            steps = [
+                any(move.transfer.source != move.transfer.target for move in moves)
+                for moves in buffer_plan.moves
+            ]
+            transport.abandon(steps, drain=isinstance(error, Exception))
+        raise
+
+
+def run_steps(executors: Sequence[Executor]) -> None:
+    """Run all ranks of this process (one, or all virtual ranks), each step on all of them."""
+    for number in range(len(executors[0].plan.steps)):
+        with span(_step_name, executors, number):
+            for executor in executors:
+                executor.post(number)
+            for executor in executors:
+                executor.compute(number)
+            for executor in executors:
+                executor.finish(number)
+
+
+def _step_name(executors: Sequence[Executor], number: int) -> str:
+    """For profilers."""
+    if len(executors) > 1:
+        return f"step {number} of {len(executors)} virtual ranks"
+    plan = executors[0].plan
+    return f"step {number}: {_shards(plan.steps[number], plan.rank)}"
+
+
+def _shards(step: Step, rank: int) -> str:
+    """Whose keys or queries a step is about, beside our own."""
+    for side, name in ((Side.KEY, "keys"), (Side.QUERY, "queries")):
+        owners = sorted({owner for work in step.work for owner in work.owners(side)})
+        if owners not in ([], [rank]):
+            many = "rank" if len(owners) == 1 else "ranks"
+            return f"{name} of {many} {', '.join(map(str, owners))}"
+    return "own keys" if step.work else "transfers alone"
+
+
+def _wait_name(executor: Executor, number: int) -> str:
+    """For profilers."""
+    moves = executor.buffer_plan.moves[number]
+    return f"rank {executor.rank} waits for the transfers of step {number}" if moves else ""
+
+
+def _post_name(rank: int, number: int, messages: Sequence[Message]) -> str:
+    """For profilers."""
+    if not messages:
+        return ""
+    received = sum(message.receive for message in messages)
+    size = sum(message.tensor.nbytes for message in messages) / 1e6
+    return (
+        f"rank {rank} posts the transfers of step {number}: "
+        f"{len(messages) - received} sends, {received} receives, {size:.3g} MB"
+    )

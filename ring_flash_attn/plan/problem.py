@@ -1,0 +1,120 @@
+"""What is to be computed over all ranks, and what follows from it for each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .layout import Layout, Span, spans
+from .pieces import Piece, cut, trimmed, within
+from .steps import Heads, Side
+from .tiles import Mask, make_tile, make_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is to be computed over all ranks: documents, layout, mask, heads.
+
+    Attributes:
+        layout: how tokens are spread, queries and keys alike.
+        lengths_q: queries of each document, over all ranks.
+        lengths_k: keys of each document, over all ranks.
+        world_size: number of ranks.
+        mask: which keys a query sees.
+        nheads_k: number of KV heads.
+        heads_k_stride: KV heads that travel together where a route goes by head groups.
+        sources_per_launch: ranks whose keys one launch of the ring takes at most.
+    """
+
+    layout: Layout
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    world_size: int
+    mask: Mask
+    nheads_k: int = 1
+    heads_k_stride: int = 1
+    sources_per_launch: int = 1
+
+    _memo: dict[tuple[object, ...], Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def spans(self, side: Side, rank: int) -> tuple[Span, ...]:
+        """What `rank` holds of one side."""
+        key = ("spans", side, rank)
+        if key not in self._memo:
+            self._memo[key] = self._spans(side, rank)
+        found: tuple[Span, ...] = self._memo[key]
+        return found
+
+    def _spans(self, side: Side, rank: int) -> tuple[Span, ...]:
+        if side is Side.KEY:
+            return spans(self.layout, self.lengths_k, rank, self.world_size)
+        shifts = [k - q for q, k in zip(self.lengths_q, self.lengths_k, strict=True)]
+        return spans(self.layout, self.lengths_q, rank, self.world_size, shifts)
+
+    def size(self, side: Side, rank: int) -> int:
+        """Number of tokens that `rank` holds of one side."""
+        return sum(span.length for span in self.spans(side, rank))
+
+    def pieces(self, owner: int, user: int) -> tuple[Piece, ...]:
+        """What `user` needs of a rank's keys, as it lies together in a buffer; by rows."""
+        key = ("pieces", owner, user)
+        if key not in self._memo:
+            needed = (self._needed(user, piece) for piece in self._all_pieces(owner))
+            self._memo[key] = tuple(piece for piece in needed if piece is not None)
+        found: tuple[Piece, ...] = self._memo[key]
+        return found
+
+    def _all_pieces(self, owner: int) -> tuple[Piece, ...]:
+        key = ("all pieces",)
+        if key not in self._memo:
+            self._memo[key] = cut([self.spans(Side.KEY, r) for r in range(self.world_size)])
+        found: tuple[Piece, ...] = self._memo[key][owner]
+        return found
+
+    def _needed(self, query_rank: int, piece: Piece) -> Piece | None:
+        """A piece from the first key that some query sees to the last."""
+        spans = self.spans(Side.KEY, piece.owner)
+        keys = within(spans, piece)
+        start = next(filter(None, (self._seen(query_rank, key) for key in keys)), None)
+        if start is None:
+            return None
+        end = next(filter(None, (self._seen(query_rank, key) for key in reversed(keys))))
+        return trimmed(piece, spans, start[0], end[1])
+
+    def _seen(self, query_rank: int, key: Span) -> tuple[int, int] | None:
+        """Of a key span, the first row that some query sees and one past the last."""
+        queries = self._by_document(Side.QUERY, query_rank).get(key.document, ())
+        tiles = make_tiles(queries, (key,), self.mask)
+        if not tiles:
+            return None
+        return min(tile.seen[0] for tile in tiles), max(tile.seen[1] for tile in tiles)
+
+    def needed(self, query_rank: int, key_rank: int) -> bool:
+        """Whether the mask leaves anything of these queries against these keys."""
+        key = ("needed", query_rank, key_rank)
+        if key not in self._memo:
+            keys = self._by_document(Side.KEY, key_rank)
+            self._memo[key] = any(
+                make_tile(query, span, self.mask) is not None
+                for query in self.spans(Side.QUERY, query_rank)
+                for span in keys.get(query.document, ())
+            )
+        answer: bool = self._memo[key]
+        return answer
+
+    def _by_document(self, side: Side, rank: int) -> dict[int, list[Span]]:
+        key = ("by document", side, rank)
+        if key not in self._memo:
+            found: dict[int, list[Span]] = {}
+            for span in self.spans(side, rank):
+                found.setdefault(span.document, []).append(span)
+            self._memo[key] = found
+        by_document: dict[int, list[Span]] = self._memo[key]
+        return by_document
+
+    @property
+    def all_heads(self) -> Heads:
+        """Every KV head."""
+        return (0, self.nheads_k)
