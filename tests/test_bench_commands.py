@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from ring_flash_attn.bench.implementations import implementation_names
 from ring_flash_attn.bench.machine import Peak
-from ring_flash_attn.bench.peers import implementation_names
 from ring_flash_attn.bench.results import Row, load
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulate import buffer_rows, causal, needed_rows, plans_of, tokens_of
 from strategies import problems
 
-from ring_flash_attn.plan import steps as planning
+from ring_flash_attn.plan import build as planning
 from ring_flash_attn.plan.buffers import BufferPlan
 from ring_flash_attn.plan.build import make_plan, make_work, route_names
 from ring_flash_attn.plan.layout import get_layout, layout_names

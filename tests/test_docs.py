@@ -33,8 +33,8 @@ from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.workloads import make_workloads, without_gradients
 from ring_flash_attn.engine import prepare
 from ring_flash_attn.kernels import base as kernels
+from ring_flash_attn.plan import build as plans
 from ring_flash_attn.plan import layout as layouts
-from ring_flash_attn.plan import steps as plans
 from ring_flash_attn.plan.tiles import Mask
 from ring_flash_attn.verify.oracle import Rules, oracle
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from typer.testing import CliRunner
 
-from ring_flash_attn.bench import peers
+from ring_flash_attn.bench import implementations
 from ring_flash_attn.bench.exact import exact
+from ring_flash_attn.bench.implementations import Implementation, find_implementation
 from ring_flash_attn.bench.machine import (
     _from_nvidia_smi,
     commit,
@@ -26,7 +27,6 @@ from ring_flash_attn.bench.machine import (
     measure_peak,
 )
 from ring_flash_attn.bench.measure import _capture, measure
-from ring_flash_attn.bench.peers import Implementation, find_implementation
 from ring_flash_attn.bench.workload import PRESETS, Workload
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.verify.oracle import Rules, oracle
@@ -60,7 +60,7 @@ def test_pairs_and_flops(causal: bool, window: tuple[int, int]) -> None:
     of = workload(causal, window)
     seen = sum(of.mask.allows(j - i) for i in range(37) for j in range(37))
     assert of.pairs == seen
-    assert of.flops == 4 * 2 * 4 * 8 * seen
+    assert of.flops() == 4 * 2 * 4 * 8 * seen
 
 
 def test_presets_are_those_of_the_documents() -> None:
@@ -147,10 +147,10 @@ def test_libraries_get_the_arguments_they_know(monkeypatch: pytest.MonkeyPatch) 
             seen.append(options)
             return (q, None) if len(seen) > 1 else q
 
-    monkeypatch.setattr(peers.importlib, "import_module", lambda name: Library)
+    monkeypatch.setattr(implementations.importlib, "import_module", lambda name: Library)
     q = torch.ones(1)
     for name in ("flash-attn 2", "flash-attn 4"):
-        run = peers._PEERS[name].make(workload(True, (5, -1)), CPU)
+        run = implementations._LIBRARIES[name].make(workload(True, (5, -1)), CPU)
         assert run(q, q, q) is q
     assert seen == [
         {"causal": True, "window_size": (5, -1)},
@@ -170,7 +170,11 @@ def enter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Implementation], None]:
     """Puts an implementation among the peers."""
 
     def put(implementation: Implementation) -> None:
-        monkeypatch.setattr(peers, "_PEERS", {**peers._PEERS, implementation.name: implementation})
+        monkeypatch.setattr(
+            implementations,
+            "_LIBRARIES",
+            {**implementations._LIBRARIES, implementation.name: implementation},
+        )
 
     return put
 
@@ -191,7 +195,7 @@ def test_rows_of_a_measurement() -> None:
         assert len(row.samples_ms) >= 3
         assert row.peak_bytes is None
         factor = {"forward": 1.0, "backward": 2.5, "both": 3.5}[row.passes]
-        assert row.tflops == pytest.approx(factor * SMALL.flops / (row.ms or 0) / 1e9)
+        assert row.tflops == pytest.approx(factor * SMALL.flops() / (row.ms or 0) / 1e9)
         assert set(row.errors) == ({"out", "dq", "dk", "dv"} if row.passes == "both" else set())
         assert all(0 < each["relative"] < 1e-5 for each in row.errors.values())
 
@@ -397,7 +401,7 @@ def test_flex_attention_gets_the_mask_that_torch_would_make(
     seqlen: int, window: tuple[int, int]
 ) -> None:
     causal = window == (-1, -1)
-    mask = peers._flex_mask(Workload(seqlen=seqlen, causal=causal, window=window), CPU)
+    mask = implementations._flex_mask(Workload(seqlen=seqlen, causal=causal, window=window), CPU)
     lengths = (seqlen, seqlen)
     want = create_block_mask(mask.mask_mod, None, None, *lengths, "cpu")
     for name in ("kv", "full_kv", "q", "full_q"):

@@ -20,7 +20,7 @@ from simulate import (
 )
 from strategies import problems, world_sizes
 
-from ring_flash_attn.plan import steps as planning
+from ring_flash_attn.plan import build as planning
 from ring_flash_attn.plan.buffers import BufferPlan
 from ring_flash_attn.plan.build import make_plan, make_work, register_route, route_names
 from ring_flash_attn.plan.layout import get_layout, layout_names

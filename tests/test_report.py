@@ -22,7 +22,7 @@ from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.report.page import json_for_script, make_page, page_data
 from ring_flash_attn.report.palette import styles
 from ring_flash_attn.report.records import records, shape, way
-from ring_flash_attn.report.roofline import flops, moved_bytes, roof
+from ring_flash_attn.report.roofline import roof
 from ring_flash_attn.report.schedules import WORLD_SIZES, scenes
 from ring_flash_attn.report.sources import Source, read
 from ring_flash_attn.report.timelines import timelines
@@ -228,7 +228,7 @@ def test_a_record_has_the_numbers_of_its_row() -> None:
 
 def test_a_time_on_one_device_gives_its_throughput() -> None:
     row = Row("compare", "x", "backward", workload(256), samples_ms=(2.0,))
-    want = 2.5 * Workload(1, 256, 8, 2, 64, causal=True).flops / 2.0 / 1e9
+    want = 2.5 * Workload(1, 256, 8, 2, 64, causal=True).flops() / 2.0 / 1e9
     assert record(row)["tflops"] == pytest.approx(want)
     assert record(replace(row, placement={"world_size": 2}))["tflops"] is None
     assert record(replace(row, workload={}))["tflops"] is None
@@ -275,20 +275,20 @@ def test_implementations_have_a_colour_each() -> None:
 def test_flops_are_those_of_a_workload(passes: str, causal: bool, window: list[int]) -> None:
     given = workload(24, causal=causal, window=window)
     left, right = window
-    want = Workload(1, 24, 8, 2, 64, causal, (left, right)).flops
+    want = Workload(1, 24, 8, 2, 64, causal, (left, right)).flops()
     factor = {"forward": 1, "backward": 2.5, "both": 3.5}[passes]
-    assert flops(given, passes) == pytest.approx(factor * want)
+    assert Workload.from_dict(given).flops(passes) == pytest.approx(factor * want)
 
 
 def test_packed_documents_do_not_see_each_other() -> None:
-    whole = flops(workload(3), "forward") + flops(workload(5), "forward")
-    assert flops(workload(8, lengths=[3, 0, 5]), "forward") == whole
+    parts = [Workload.from_dict(workload(n)).flops() for n in (3, 5)]
+    assert Workload.from_dict(workload(8, lengths=[3, 0, 5])).flops() == sum(parts)
 
 
 def test_the_roof_is_memory_for_short_sequences_and_the_peak_for_long_ones() -> None:
     short, long = workload(128, causal=False), workload(8192, causal=False)
     # 4 · 8 heads · 128² pairs · 64 FLOPs over bf16 q, out (8 heads) and k, v (2 heads), once each
-    assert moved_bytes(short, "forward") == 2 * 2 * (8 + 2) * 128 * 64
+    assert Workload.from_dict(short).bytes() == 2 * 2 * (8 + 2) * 128 * 64 + 4 * 8 * 128
     want = 4 * 8 * 128 * 128 * 64 / (2 * 2 * 10 * 128 * 64) * 3000 / 1000
     assert roof(short, "forward", PEAK) == pytest.approx(want)
     assert want < 600

@@ -16,7 +16,14 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from ring_flash_attn.bench import names, peers, workload
+from ring_flash_attn.bench import implementations, names
+from ring_flash_attn.bench.workload import (
+    DTYPES,
+    FORWARD_ONLY,
+    PRESETS,
+    dtype_name,
+    find_dtype,
+)
 from ring_flash_attn.cli import version as versions
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.usage import as_options
@@ -229,11 +236,10 @@ def test_version_of_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_names_are_those_of_what_they_name() -> None:
-    assert tuple(peers._PEERS) == names.PEERS
-    assert set(workload.PRESETS) == set(names.PRESETS)
-    assert set(names.PRESETS) >= names.FORWARD_ONLY
-    for name, long in names.DTYPES.items():
-        assert workload.dtype_name(workload.find_dtype(name)) == long
+    assert tuple(implementations._LIBRARIES) == names.LIBRARIES
+    assert set(PRESETS) >= FORWARD_ONLY
+    for name, long in DTYPES.items():
+        assert dtype_name(find_dtype(name)) == long
 
 
 def test_short_names_of_dtypes_are_for_every_command() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import statistics
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from .results import Results, Row
 from .timing import Stopwatch, Work, on_device
-from .workload import dtype_name
+from .workload import find_dtype
 
 _PACKAGES = (
     "ring-flash-attn",
@@ -93,6 +97,25 @@ def find_device(device: str | torch.device | None, what: str = "this") -> torch.
     return torch.device("cuda", index)
 
 
+def devices() -> list[str]:
+    """The CPU and the GPUs, in words."""
+    cpu = platform.processor() or platform.machine()
+    found = [f"cpu: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        memory = gpu.total_memory / 2**30
+        found.append(
+            f"cuda:{index}: {gpu.name}, sm_{gpu.major}{gpu.minor}, "
+            f"{gpu.multi_processor_count} SMs, {memory:.0f} GiB"
+        )
+    return found
+
+
+def variables() -> dict[str, str]:
+    """Environment variables of this library that are set."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("RFA_")}
+
+
 def device_name(device: torch.device) -> str:
     """In words."""
     if device.type == "cuda":
@@ -165,7 +188,7 @@ def commit() -> str | None:
     return found or None
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
+def measure_peak(device: torch.device, dtype: str) -> Peak | None:
     """Time a product of matrices and a copy: what a kernel can be compared with.
 
     None on the CPU: in half precision kernels compute in fp32 there, several times as fast as a
@@ -175,7 +198,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
         return None
     with on_device(device):
         watch = Stopwatch(device)
-        a, b = (torch.randn(_SIZE, _SIZE, device=device).to(dtype) for _ in range(2))
+        a, b = (torch.randn(_SIZE, _SIZE, device=device).to(find_dtype(dtype)) for _ in range(2))
         product = _median(watch, lambda: torch.mm(a, b))
         source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
@@ -189,6 +212,33 @@ def _median(watch: Stopwatch, work: Work) -> float:
     return statistics.median(watch.time(work).device for _ in range(_RUNS))
 
 
-def peak_dict(peak: Peak, dtype: torch.dtype) -> Mapping[str, object]:
+def peak_dict(peak: Peak, dtype: str) -> Mapping[str, object]:
     """For files."""
-    return {"dtype": dtype_name(dtype), "tflops": peak.tflops, "gbps": peak.gbps}
+    return {"dtype": dtype, "tflops": peak.tflops, "gbps": peak.gbps}
+
+
+def command() -> str:
+    """What the user typed."""
+    return shlex.join(["rfa", *sys.argv[1:]])
+
+
+def make_results(
+    rows: Sequence[Row],
+    device: torch.device,
+    settings: dict[str, Any],
+    peak: tuple[Peak | None, str] | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> Results:
+    """For a file: what was run, where, with which versions."""
+    where = machine(device)
+    if peak is not None and peak[0] is not None:
+        where["peak"] = peak_dict(peak[0], peak[1])
+    return Results(
+        command(),
+        where,
+        versions(),
+        commit(),
+        settings,
+        tuple(rows),
+        details or {},
+    )

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from ..engine.attention import QKV
 from .exact import TENSORS, Exact, exact
-from .peers import Attention, Implementation, find_implementation
+from .implementations import Attention, Implementation, find_implementation
 from .results import BACKWARD, BOTH, FORWARD, PASSES, Row
 from .timing import WARM_UP, Prepared, Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
-from .workload import BACKWARD_FLOPS, Workload
+from .workload import Workload
 
 CANNOT = "cannot: "  # begins the reasons of one that was not tried
-FLOPS = {FORWARD: 1.0, BACKWARD: BACKWARD_FLOPS, BOTH: 1.0 + BACKWARD_FLOPS}
 Report = Callable[[str], None]
 Result = TypeVar("Result")
 
@@ -39,7 +38,7 @@ def measure(
     """Time implementations in interleaved rounds.
 
     Args:
-        names: of `peers.implementation_names()`, or "auto" and "native".
+        names: of `implementations.implementation_names()`, or "auto" and "native".
         workload, device: what is computed, and where.
         kind: of the rows.
         repeats: rounds; short passes have several runs in each.
@@ -151,7 +150,7 @@ class _Contender:
                 workload.to_dict(),
                 {},
                 runs.device,
-                FLOPS[each] * workload.flops / runs.median.device / 1e9,
+                workload.flops(each) / runs.median.device / 1e9,
                 self.peaks[each],
                 {"host_ms": runs.median.host},
                 self.errors if each == passes[-1] else {},

@@ -12,9 +12,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from .workload import BACKWARD as BACKWARD
+from .workload import BOTH as BOTH
+from .workload import FORWARD as FORWARD
+from .workload import PASSES as PASSES
+
 FORMAT = "ring_flash_attn results"
 VERSION = 1
-FORWARD, BACKWARD, BOTH = PASSES = ("forward", "backward", "both")
 BENCH, COMPARE, RING, REPLAY, VERIFY = KINDS = ("bench", "compare", "ring", "replay", "verify")
 
 

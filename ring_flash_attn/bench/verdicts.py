@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from .machine import Peak
 
 GOOD, FAIR, POOR = "good", "fair", "needs work"
@@ -51,7 +49,7 @@ def judge(
     return Verdict(what, f"{value:.4g}{unit}", limits, word, advice)
 
 
-def rate_verdict(what: str, tflops: float, device: str, dtype: torch.dtype, peak: Peak) -> Verdict:
+def rate_verdict(what: str, tflops: float, device: str, dtype: str, peak: Peak) -> Verdict:
     """On TFLOP/s: 150 and 100 on an A100 in half precision, elsewhere the same shares of the peak.
 
     Args:
@@ -62,7 +60,7 @@ def rate_verdict(what: str, tflops: float, device: str, dtype: torch.dtype, peak
         peak: what the device does at best in this dtype.
     """
     scale = 1.0
-    if _A100 not in device or dtype not in (torch.float16, torch.bfloat16):
+    if _A100 not in device or dtype not in ("float16", "bfloat16"):
         scale = peak.tflops / _A100_PEAK
     good, poor = (rate * scale for rate in _RATES)
     advice = "a larger batch, longer sequences, fp16 or bf16, or another kernel (`rfa compare`)"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from .results import Row
+
+if TYPE_CHECKING:
+    import torch
 
 SPEED, MEMORY, THEORY = "versus_percent", "versus_memory_percent", "versus_theory_percent"
 
@@ -61,3 +65,27 @@ def misses(row: Row, limits: Limits) -> Iterator[str]:
             yield "memory was not measured"
         elif not row.values[MEMORY] < 100 * limits.max_memory:
             yield f"memory {row.values[MEMORY]:.1f} %, not < {100 * limits.max_memory:g} %"
+
+
+def refuse_kernels(reasons: Mapping[str, Sequence[str]], device: torch.device) -> None:
+    """NotImplementedError if there are any.
+
+    Args:
+        reasons: of each kernel, or function that fixes it, what `choose_kernel` says, once for each
+            thing that it cannot do.
+        device: where it cannot.
+    """
+    import torch
+
+    if not reasons:
+        return
+    lines = []
+    for name, why in reasons.items():
+        shortest = min((text.splitlines()[1:] for text in why), key=len)
+        lines += [f"{name} can do none of this on {device.type}:", *shortest]
+    if device.type == "cpu" and torch.cuda.is_available():
+        lines.append("There is a GPU here: --device cuda takes it.")
+    lines.append(
+        "Choose other kernels (--kernel, --versus) or functions; `rfa info` says what can run here."
+    )
+    raise NotImplementedError("\n".join(lines))

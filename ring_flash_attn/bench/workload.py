@@ -1,45 +1,84 @@
-"""Workloads: one attention call on one device, in numbers; and those that have a name."""
+"""Workloads and placements: what attention is to compute, and how it is spread; without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from ..plan.layout import Span
+from ..plan.tiles import Mask, make_tile
+from .link import NONE, Link
 
-from ..engine.attention import QKV
-from ..engine.checks import check_tensors
-from ..plan.tiles import Mask
-from . import names
-from .names import DTYPES
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-BACKWARD_FLOPS = 2.5  # times those of the forward pass
+FORWARD, BACKWARD, BOTH = PASSES = ("forward", "backward", "both")
+FLOPS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}  # of the forward pass
+DTYPES: Mapping[str, str] = {  # by what users write: torch's name
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+    "fp64": "float64",
+    "float64": "float64",
+}
+SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_LSE_BYTES = 4
 _SEED = 0
+_SIZES = ("batch", "seqlen", "nheads", "nheads_k", "headdim")
+_FEATURES = ("seqlen_k", "headdim_v", "softmax_scale", "softcap", "dropout_p")
+_FLAGS = ("alibi", "sink", "lse_grad")
 
 
-def find_dtype(name: str) -> torch.dtype:
-    """By its long or short name; ValueError if there is none."""
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """torch's name of it, "bfloat16" for "bf16"; ValueError if there is none."""
+    name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
-    found: torch.dtype = getattr(torch, DTYPES[name])
+    return DTYPES[name]
+
+
+def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """By its long or short name; ValueError if there is none."""
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype_name(dtype))
     return found
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As in files: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
+def lengths_of(cu_seqlens: Iterable[int]) -> tuple[int, ...]:
+    """Tokens of each document; ValueError unless the offsets start at 0 and go up."""
+    offsets = tuple(cu_seqlens)
+    lengths = tuple(end - start for start, end in pairwise(offsets))
+    if not lengths or offsets[0] != 0 or min(lengths) < 0 or not sum(lengths):
+        raise ValueError(f"cu_seqlens {','.join(map(str, offsets))} must start at 0 and go up")
+    return lengths
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A call on (batch, seqlen, nheads, headdim).
+    """One attention call over all tokens, whoever computes it.
 
     Attributes:
-        batch, seqlen, nheads, nheads_k, headdim, dtype: of q, k and v; queries as many as keys.
+        batch, seqlen: sequences, and tokens of each; for packed documents 1 and all tokens.
+        nheads, nheads_k, headdim: of q, k and v.
         causal: queries see no later keys.
         window: keys to the left and to the right that a query sees; -1: all.
+        dtype: torch's name of it; short names and torch's objects will do.
+        cu_seqlens: packed documents instead of a batch: offsets in the whole stream.
+        seqlen_k, cu_seqlens_k: of the keys, if there are more or fewer than queries.
+        headdim_v: of v and out, if it is not headdim.
+        softmax_scale, softcap, dropout_p: as in flash-attn.
+        alibi, sink: with slopes, with attention sinks.
+        lse_grad: the loss depends on lse as well.
     """
 
     batch: int = 2
@@ -49,75 +88,224 @@ class Workload:
     headdim: int = 64
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
-    dtype: torch.dtype = torch.bfloat16
+    dtype: str = "bfloat16"
+    cu_seqlens: tuple[int, ...] | None = None
+    seqlen_k: int | None = None
+    cu_seqlens_k: tuple[int, ...] | None = None
+    headdim_v: int | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    alibi: bool = False
+    sink: bool = False
+    lse_grad: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seqlen", "nheads", "nheads_k", "headdim"):
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("dtype", dtype_name(self.dtype))
+        put("window", tuple(self.window))
+        if self.cu_seqlens is not None:
+            if self.batch != 1:
+                raise ValueError(f"batch {self.batch}: packed documents have batch 1")
+            put("cu_seqlens", tuple(self.cu_seqlens))
+            put("seqlen", sum(lengths_of(self.cu_seqlens)))
+        if self.cu_seqlens_k is not None:
+            put("cu_seqlens_k", tuple(self.cu_seqlens_k))
+            put("seqlen_k", sum(lengths_of(self.cu_seqlens_k)))
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.nheads % self.nheads_k:
+            raise ValueError(
+                f"the number of query heads must be a multiple of the number of KV heads, but nheads "
+                f"is {self.nheads} and nheads_k {self.nheads_k}"
+            )
         if min(self.window) < -1:
             raise ValueError(f"window {self.window}: sides are -1 (all keys) or more")
-        heads = (self.nheads, self.nheads_k, self.nheads_k)
-        shapes = [(self.batch, 1, each, self.headdim) for each in heads]
-        q, k, v = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
-        check_tensors(q, k, v, packed=False)
 
     def __str__(self) -> str:
         heads = f"{self.nheads}/{self.nheads_k}" if self.nheads_k != self.nheads else self.nheads
+        tokens = f"seqlen {self.seqlen}"
+        if self.packed:
+            tokens += f" in {len(self.lengths)} document{'s' * (len(self.lengths) != 1)}"
         seen = "causal" if self.causal else "full"
         if self.window != (-1, -1):
             seen += f", window {self.window[0]},{self.window[1]}"
         return (
-            f"batch {self.batch}, seqlen {self.seqlen}, heads {heads}, headdim {self.headdim}, "
-            f"{seen}, {dtype_name(self.dtype)}"
+            f"batch {self.batch}, {tokens}, heads {heads}, headdim {self.headdim}, {seen}, "
+            f"{self.dtype}"
         )
+
+    # Shapes.
+
+    @property
+    def packed(self) -> bool:
+        """Packed documents rather than a batch."""
+        return self.cu_seqlens is not None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Queries of each document; of a batch those of one sequence."""
+        return (self.seqlen,) if self.cu_seqlens is None else lengths_of(self.cu_seqlens)
+
+    @property
+    def lengths_k(self) -> tuple[int, ...]:
+        """Likewise keys."""
+        if self.cu_seqlens_k is not None:
+            return lengths_of(self.cu_seqlens_k)
+        return self.lengths if self.seqlen_k is None else (self.seqlen_k,)
 
     @property
     def mask(self) -> Mask:
         """What queries see."""
         return Mask.of(causal=self.causal, window_size=self.window)
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        return find_dtype(self.dtype)
+
+    def share(self, world_size: int) -> Workload:
+        """A rank's own tokens, as a call on one device: every document `world_size` times shorter.
+
+        `world_size` times its pairs are a rank's part of all pairs, if that were even.
+        """
+        if self.cu_seqlens is None:
+            return replace(self, seqlen=max(1, self.seqlen // world_size))
+        return replace(self, cu_seqlens=tuple(end // world_size for end in self.cu_seqlens))
+
+    # What it comes to.
+
     @cached_property
     def pairs(self) -> int:
-        """Allowed (query, key) pairs of one sequence and head."""
-        rows = torch.arange(self.seqlen)
-        left, right = self.mask.left, self.mask.right
-        first = torch.zeros_like(rows) if left is None else (rows - left).clamp(min=0)
-        last = rows.new_full(rows.shape, self.seqlen - 1)
-        if right is not None:
-            last = torch.minimum(last, rows + right)
-        return int((last - first + 1).clamp(min=0).sum())
+        """Allowed (query, key) pairs of one head, over the documents of one sequence."""
+        return sum(map(self._document_pairs, self.lengths, self.lengths_k))
+
+    def _document_pairs(self, queries: int, keys: int) -> int:
+        if not queries or not keys:
+            return 0
+        query, key = Span(0, queries, keys - queries, 1, 0, 0), Span(0, keys, 0, 1, 0, 0)
+        tile = make_tile(query, key, self.mask)
+        return 0 if tile is None else tile.pairs
+
+    def flops(self, passes: str = FORWARD) -> float:
+        """Of two matrix products forward, and of five backward."""
+        dims = self.headdim + (self.headdim_v or self.headdim)
+        return FLOPS[passes] * 2 * self.batch * self.nheads * self.pairs * dims
+
+    def bytes(self, passes: str = FORWARD) -> int:
+        """The least that a pass reads and writes: each tensor once.
+
+        Forward q, k, v, out and lse; backward q, k, v, out, dout, dq, dk, dv and lse.
+        """
+        if passes == BOTH:
+            return self.bytes(FORWARD) + self.bytes(BACKWARD)
+        tokens_k = sum(self.lengths_k)
+        dim, dim_v = self.headdim, self.headdim_v or self.headdim
+        queries = self.seqlen * self.nheads * (dim + dim_v)  # q, out
+        keys = tokens_k * self.nheads_k * (dim + dim_v)  # k, v
+        tensors = (queries + keys) * (1 if passes == FORWARD else 2)
+        lse = self.seqlen * self.nheads * _LSE_BYTES
+        return self.batch * (tensors * _ITEMSIZE[self.dtype] + lse)
+
+    def tensors(self, device: torch.device, tokens: int | None = None) -> Any:
+        """Random (q, k, v), each (batch, seqlen, nheads, headdim), and dout.
+
+        Args:
+            device: where.
+            tokens: of a rank's shard; by default all.
+        """
+        import torch
+
+        generator = torch.Generator(device).manual_seed(_SEED)
+        rows_k = sum(self.lengths_k) if tokens is None else tokens
+        rows = self.seqlen if tokens is None else tokens
+        dim_v = self.headdim_v or self.headdim
+
+        def make(*shape: int) -> Tensor:
+            shape = (self.batch, *shape)
+            return torch.randn(shape, generator=generator, dtype=self.torch_dtype, device=device)
+
+        q = make(rows, self.nheads, self.headdim)
+        k, v = make(rows_k, self.nheads_k, self.headdim), make(rows_k, self.nheads_k, dim_v)
+        return (q, k, v), make(rows, self.nheads, dim_v)
+
+    # In files.
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; features and documents only where there are any."""
+        names = (*_SIZES, "causal", "window", "dtype")
+        values = {name: getattr(self, name) for name in names}
+        values["window"] = list(self.window)
+        if self.packed:
+            values["lengths"] = list(self.lengths)
+        if self.cu_seqlens_k is not None:
+            values["lengths_k"] = list(self.lengths_k)
+        more = {name: getattr(self, name) for name in (*_FEATURES, *_FLAGS)}
+        return {**values, **{name: value for name, value in more.items() if value}}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Workload:
+        """What `to_dict` wrote; other names are left out."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        for side in ("", "_k"):
+            if f"lengths{side}" in values:
+                known[f"cu_seqlens{side}"] = tuple(accumulate(values[f"lengths{side}"], initial=0))
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a workload is spread over ranks, and by which kernel.
+
+    Attributes:
+        world_size: number of ranks.
+        layout, route, kernel: as in `ring_attention`.
+        heads_k_stride, sources_per_launch: of the route; None: the library's choice.
+        link: what a replay emulates between ranks; None: communication costs nothing.
+    """
+
+    world_size: int = 8
+    layout: str = "zigzag"
+    route: str = "ring"
+    kernel: str = "auto"
+    heads_k_stride: int | None = None
+    sources_per_launch: int | None = None
+    link: Link | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be positive, not {self.world_size}")
+
+    def __str__(self) -> str:
+        return f"{self.layout} × {self.route} × {self.kernel}"
 
     @property
-    def flops(self) -> int:
-        """Of the forward pass."""
-        return 4 * self.batch * self.nheads * self.pairs * self.headdim
+    def link_name(self) -> str:
+        """As in files."""
+        return NONE if self.link is None else self.link.name
 
-    def tensors(self, device: torch.device) -> tuple[QKV, Tensor]:
-        """Random (q, k, v), and dout."""
-        generator = torch.Generator(device).manual_seed(_SEED)
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as in rows of results, where the kernel is the implementation."""
+        values = {"world_size": self.world_size, "layout": self.layout, "route": self.route}
+        more = {name: getattr(self, name) for name in ("heads_k_stride", "sources_per_launch")}
+        return {**values, **{name: value for name, value in more.items() if value is not None}}
 
-        def make(nheads: int) -> Tensor:
-            shape = (self.batch, self.seqlen, nheads, self.headdim)
-            return torch.randn(shape, generator=generator, dtype=self.dtype, device=device)
-
-        qkv = make(self.nheads), make(self.nheads_k), make(self.nheads_k)
-        return qkv, make(self.nheads)
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values."""
-        return {
-            "batch": self.batch,
-            "seqlen": self.seqlen,
-            "nheads": self.nheads,
-            "nheads_k": self.nheads_k,
-            "headdim": self.headdim,
-            "causal": self.causal,
-            "window": list(self.window),
-            "dtype": dtype_name(self.dtype),
-        }
+    def describe(self, workload: Workload) -> dict[str, Any]:
+        """A workload in rows of results: `seqlen` is that of a rank."""
+        return {**workload.to_dict(), "seqlen": workload.seqlen // self.world_size}
 
 
 PRESETS: Mapping[str, Workload] = {
-    name: Workload(**preset._asdict()) for name, preset in names.PRESETS.items()
+    "gpt2-small": Workload(8, 1024, 12, 12, 64, True),
+    "gpt3": Workload(2, 2048, 96, 96, 128, True),
+    "bert-base": Workload(16, 512, 12, 12, 64, False),
+    "bert-large": Workload(8, 512, 16, 16, 64, False),
+    "8k": Workload(1, 8192, 8, 8, 64, False),
+    "16k": Workload(1, 16384, 8, 8, 64, False),
+    "batch-inference": Workload(32, 512, 8, 8, 64, False),
+    "llama3-8b": Workload(1, 8192, 32, 8, 128, True),
 }
+FORWARD_ONLY = frozenset({"batch-inference"})  # presets without gradients

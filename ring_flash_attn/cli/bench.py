@@ -20,7 +20,6 @@ from .measuring import (
     JsonFile,
     NoGrad,
     Repeats,
-    make_results,
     mib,
     print_failures,
     repeats_on,
@@ -77,7 +76,7 @@ def bench(
     rfa bench --seqlen 512,1024,2048,4096 --nheads 16 --headdim 128 --causal
     rfa bench --preset 8k --kernel "SDPA cuDNN" --no-grad --json 8k.json
     """
-    from ..bench.machine import find_device, measure_peak
+    from ..bench.machine import find_device, make_results, measure_peak
     from ..bench.measure import measure
 
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
@@ -129,7 +128,7 @@ def _show(
 
 def _able(name: str, workload: Workload, device: torch.device) -> str:
     """The name of the implementation; NotImplementedError with every reason if it cannot."""
-    from ..bench.peers import find_implementation
+    from ..bench.implementations import find_implementation
 
     found = find_implementation(name, workload, device)
     reasons = found.why_not(workload, device)
@@ -162,7 +161,7 @@ def _table(
     return table
 
 
-def _cells(row: Row, dtype: torch.dtype, device: str, peak: Peak | None) -> list[str]:
+def _cells(row: Row, dtype: str, device: str, peak: Peak | None) -> list[str]:
     """Times, rates of the fastest run and on average, share of the peak, verdict, memory."""
     if row.failed is not None or row.ms is None or row.tflops is None:
         return ["[red]failed[/]"]
@@ -178,10 +177,9 @@ def _cells(row: Row, dtype: torch.dtype, device: str, peak: Peak | None) -> list
     return [*cells, mib(row.peak_bytes)]
 
 
-def _notes(results: Results, dtype: torch.dtype, peak: Peak | None) -> Iterator[str]:
+def _notes(results: Results, dtype: str, peak: Peak | None) -> Iterator[str]:
     """How to read it."""
     from ..bench.verdicts import machine_verdicts, rate_verdict
-    from ..bench.workload import dtype_name
 
     yield (
         f"{results.settings['repeats']} rounds; short passes have several runs in each. TFLOP/s: "
@@ -190,7 +188,7 @@ def _notes(results: Results, dtype: torch.dtype, peak: Peak | None) -> Iterator[
     if peak is not None:
         yield (
             f"% of matmul: the median run against {peak.tflops:.4g} TFLOP/s, measured here with a "
-            f"product of large matrices in {dtype_name(dtype)}."
+            f"product of large matrices in {dtype}."
         )
         limits = rate_verdict("", 0.0, str(results.machine["device"]), dtype, peak).limits
         yield f"verdict, of the median run: {limits}."

@@ -22,7 +22,6 @@ from .measuring import (
     JsonFile,
     NoGrad,
     Repeats,
-    make_results,
     mib,
     print_failures,
     repeats_on,
@@ -48,7 +47,7 @@ from .workloads import (
 if TYPE_CHECKING:
     import torch
 
-    from ..bench.peers import Implementation
+    from ..bench.implementations import Implementation
     from ..bench.workload import Workload
 
 _BASE = "torch standard"
@@ -99,9 +98,9 @@ def compare(
     rfa compare --batch 4 --seqlen 2048 --no-grad --json compare.json
     rfa compare triton native --preset 8k --gate
     """
-    from ..bench.machine import device_name, find_device, measure_peak
+    from ..bench.implementations import find_implementation
+    from ..bench.machine import device_name, find_device, make_results, measure_peak
     from ..bench.measure import check_graphs, find_all, measure
-    from ..bench.peers import find_implementation
 
     left_out = ""
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
@@ -169,7 +168,7 @@ def _without_native(
     names: Sequence[str], workload: Workload, device: torch.device
 ) -> tuple[list[str], str]:
     """What else is named, and why, if `native` cannot do it; NotImplementedError if it is alone."""
-    from ..bench.peers import find_implementation
+    from ..bench.implementations import find_implementation
 
     try:
         find_implementation(NATIVE, workload, device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -16,29 +14,6 @@ from ..bench.results import check_output
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
 from ..plan.tiles import Mask
 from .measuring import JsonFile, write_json
-
-_VARIABLES = "RFA_"
-
-
-def devices() -> list[str]:
-    """The CPU and the GPUs, in words."""
-    import torch
-
-    cpu = platform.processor() or platform.machine()
-    found = [f"cpu: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"]
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        memory = gpu.total_memory / 2**30
-        found.append(
-            f"cuda:{index}: {gpu.name}, sm_{gpu.major}{gpu.minor}, "
-            f"{gpu.multi_processor_count} SMs, {memory:.0f} GiB"
-        )
-    return found
-
-
-def variables() -> dict[str, str]:
-    """Environment variables of this library that are set."""
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)}
 
 
 def tuned() -> str:
@@ -117,7 +92,7 @@ def info(
     rfa info
     rfa info --dtype float32 --headdim 256 --json info.json
     """
-    from ..bench.machine import find_device, versions
+    from ..bench.machine import devices, find_device, variables, versions
 
     device = device or default_device()
     try:
@@ -152,7 +127,7 @@ def _picks(reasons: dict[str, list[str]], call: Call) -> dict[str, str | None]:
 
 
 def _facts() -> Table:
-    from ..bench.machine import versions
+    from ..bench.machine import devices, variables, versions
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for title, rows in (

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +18,6 @@ from ..bench.results import Results, Row
 if TYPE_CHECKING:
     import torch
 
-    from ..bench.machine import Peak
 
 ON_CPU = "On the CPU these are times of the host, and say little about GPUs."
 _REPEATS = {"cuda": 30, "cpu": 5}
@@ -73,35 +70,6 @@ def print_failures(console: Console, rows: Sequence[Row]) -> None:
 def mib(size: int | None) -> str:
     """In a table."""
     return "n/a" if size is None else f"{size / 2**20:.1f}"
-
-
-def command() -> str:
-    """What the user typed."""
-    return shlex.join(["rfa", *sys.argv[1:]])
-
-
-def make_results(
-    rows: Sequence[Row],
-    device: torch.device,
-    settings: dict[str, Any],
-    peak: tuple[Peak | None, torch.dtype] | None = None,
-    details: Mapping[str, Any] | None = None,
-) -> Results:
-    """For a file: what was run, where, with which versions."""
-    from ..bench.machine import commit, machine, peak_dict, versions
-
-    where = machine(device)
-    if peak is not None and peak[0] is not None:
-        where["peak"] = peak_dict(peak[0], peak[1])
-    return Results(
-        command(),
-        where,
-        versions(),
-        commit(),
-        settings,
-        tuple(rows),
-        details or {},
-    )
 
 
 def write(console: Console, results: Results, path: Path | None) -> None:

@@ -13,7 +13,7 @@ from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..plan import routes as _routes  # registers them
 from ..plan.build import route_names
 from ..plan.layout import layout_names
-from .measuring import ON_CPU, Device, JsonFile, NoGrad, Repeats, command, repeats_on, write
+from .measuring import ON_CPU, Device, JsonFile, NoGrad, Repeats, repeats_on, write
 from .screen import screen, status
 from .workloads import (
     Batch,
@@ -87,7 +87,7 @@ def profile(
     rfa profile --preset llama3-8b --world-size 8 --layout zigzag --route ring --link nvlink4
     rfa profile --seqlen 128 --device cpu --no-grad
     """
-    from ..bench.machine import find_device
+    from ..bench.machine import command, find_device
     from ..bench.profile.choice import make_subject
     from ..bench.profile.findings import find, verdicts
     from ..bench.profile.parts import SUMMARY, prepare_folder

@@ -15,7 +15,7 @@ from ..plan import routes as _routes  # registers them
 from ..plan.build import route_names
 from ..plan.layout import layout_names
 from .groups import check_lengths
-from .measuring import make_results, write
+from .measuring import write
 from .screen import screen, status
 
 del _routes
@@ -89,7 +89,7 @@ def replay(
     rfa replay --seqlen 16384 --existing --json replay.json
     """
     from ..bench import replay as run_replay
-    from ..bench.machine import find_device
+    from ..bench.machine import find_device, make_results
     from ..bench.replay_results import replay_rows
     from ..bench.workload import find_dtype
     from ..draw.timeline import draw_timeline

@@ -11,7 +11,8 @@ import typer
 from typer.core import TyperCommand
 
 from ..bench.link import LINKS, NONE
-from ..bench.names import DTYPES, PRESETS, implementation_names
+from ..bench.names import implementation_names
+from ..bench.workload import DTYPES, PRESETS
 from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
 from ..plan import routes as _routes  # registers them
 from ..plan.build import route_names

@@ -50,30 +50,6 @@ def find_versus(kernels: Sequence[str], versus: str | None) -> tuple[tuple[str, 
     return tuple(dict.fromkeys((baseline, *found))), baseline
 
 
-def refuse_kernels(reasons: Mapping[str, Sequence[str]], device: torch.device) -> None:
-    """NotImplementedError if there are any.
-
-    Args:
-        reasons: of each kernel, or function that fixes it, what `choose_kernel` says, once for each
-            thing that it cannot do.
-        device: where it cannot.
-    """
-    import torch
-
-    if not reasons:
-        return
-    lines = []
-    for name, why in reasons.items():
-        shortest = min((text.splitlines()[1:] for text in why), key=len)
-        lines += [f"{name} can do none of this on {device.type}:", *shortest]
-    if device.type == "cpu" and torch.cuda.is_available():
-        lines.append("There is a GPU here: --device cuda takes it.")
-    lines.append(
-        "Choose other kernels (--kernel, --versus) or functions; `rfa info` says what can run here."
-    )
-    raise NotImplementedError("\n".join(lines))
-
-
 def find_limits(
     gate: bool,
     min_speed: float | None,

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ..bench.names import FORWARD_ONLY, PRESETS
-
-if TYPE_CHECKING:
-    from ..bench.workload import Workload
+from ..bench.workload import FORWARD_ONLY, PRESETS, Workload
 
 _INTEGERS = ("batch", "seqlen", "nheads", "nheads_k", "headdim")
 _MOST = 1000  # workloads of one command
@@ -52,15 +49,15 @@ def make_workloads(
     Raises:
         ValueError: a wrong value, by the name of its option.
     """
-    from ..bench.workload import find_dtype
-
-    start = _start(preset)
+    if preset not in (None, *PRESETS):
+        raise ValueError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    start = Workload() if preset is None else PRESETS[preset]
     if causal is not None:
         start = replace(start, causal=causal)
     if window is not None:
         start = replace(start, window=_window(window))
     if dtype is not None:
-        start = replace(start, dtype=find_dtype(dtype))
+        start = replace(start, dtype=dtype)
     asked = {name: text for name in _INTEGERS if (text := numbers.get(name)) is not None}
     given = {name: _numbers(name, text) for name, text in asked.items()}
     chosen = [dict(zip(given, values, strict=True)) for values in product(*given.values())]
@@ -79,16 +76,6 @@ def differences(workloads: Sequence[Workload]) -> list[str]:
 def without_gradients(preset: str | None, no_grad: bool) -> bool:
     """Whether only forward passes are wanted."""
     return no_grad or preset in FORWARD_ONLY
-
-
-def _start(preset: str | None) -> Workload:
-    from ..bench.workload import PRESETS, Workload
-
-    if preset is None:
-        return Workload()
-    if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
-    return PRESETS[preset]
 
 
 def _changed(start: Workload, changes: dict[str, Any]) -> Workload:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..bench.results import Row
-from .roofline import flops, roof
+from ..bench.workload import SHORT_DTYPES, Workload
+from .roofline import roof
 from .sources import Source
 
-_DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _WORDS = {
     "sources_per_launch": "{} in a launch",
     "heads_k_stride": "{} KV heads at a time",
@@ -49,7 +49,7 @@ def shape(workload: Mapping[str, Any]) -> str:
     if window != [-1, -1]:
         words.append("window " + ", ".join(map(str, window)))
     dtype = str(workload.get("dtype", "?"))
-    words.append(_DTYPES.get(dtype, dtype))
+    words.append(SHORT_DTYPES.get(dtype, dtype))
     if "lengths" in workload:
         count = len(workload["lengths"])
         words.append(f"{count} document{'s' * (count != 1)}")
@@ -137,7 +137,7 @@ def _numbers(source: Source, row: Row) -> dict[str, Any]:
 
 def _rate(row: Row, ms: float) -> float | None:
     try:
-        return flops(row.workload, row.passes) / ms / 1e9
+        return Workload.from_dict(row.workload).flops(row.passes) / ms / 1e9
     except (KeyError, TypeError, ValueError):  # a workload of other numbers
         return None
 

@@ -9,7 +9,7 @@ from enum import Enum
 
 import torch
 
-from ..cli.versus import refuse_kernels
+from ..bench.versus import refuse_kernels
 from ..comm import launch
 from ..kernels.base import AUTO, Call, choose_kernel
 from ..plan.tiles import Mask

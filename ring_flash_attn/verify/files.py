@@ -8,12 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..bench.machine import find_device, machine, versions
+from ..bench.machine import command, devices, find_device, machine, variables, versions
+from ..bench.machine import make_results as measured
 from ..bench.results import Results
 from ..bench.verify_results import verify_rows
-from ..cli.info import devices, variables
-from ..cli.measuring import command
-from ..cli.measuring import make_results as measured
 from .cases import Choice
 from .checker import Result, Status
 from .groups import name_of

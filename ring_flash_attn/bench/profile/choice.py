@@ -6,9 +6,9 @@ import torch
 
 from ...kernels.base import check_kernel, choose_kernel
 from ..contenders import with_chosen_kernel
+from ..inputs import call_of
 from ..link import NONE, find_link
 from ..pace import check_link
-from ..peers import call_of
 from ..workload import Workload
 from .subject import Subject, scenario_of
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ..implementations import implementation_names
 from ..machine import Peak, commit, machine, measure_peak, peak_dict, versions
 from ..measure import measure
-from ..peers import implementation_names
 from ..results import BENCH, COMPARE, REPLAY, Results, Row
 from ..timing import WARM_UP, Stopwatch, interleaved, on_device, peak_bytes
 from . import parts

@@ -11,14 +11,12 @@ import torch
 
 from ..contenders import OneRank, Stage
 from ..holdings import walk_through
+from ..implementations import find_implementation
 from ..link import NONE, find_link
-from ..peers import find_implementation
 from ..results import BACKWARD, BOTH, FORWARD
 from ..scenario import Scenario, make_scenario
 from ..timing import Work
-from ..workload import BACKWARD_FLOPS, Workload, find_dtype
-
-_LSE = 4  # bytes
+from ..workload import FLOPS, Workload
 
 
 @dataclass(frozen=True)
@@ -108,23 +106,16 @@ class Subject:
 
     def flops(self, passes: str) -> float:
         """Of one of the passes."""
-        factor = {FORWARD: 1.0, BACKWARD: BACKWARD_FLOPS, BOTH: 1 + BACKWARD_FLOPS}[passes]
         if self.world_size == 1:
-            return factor * self.workload.flops
+            return self.workload.flops(passes)
         pairs = self.scenario.pairs(self._alone.prepared.ranks[0].forward.plan)
-        return factor * 4 * self.workload.batch * self.workload.headdim * pairs
+        return FLOPS[passes] * 4 * self.workload.batch * self.workload.headdim * pairs
 
     def least_bytes(self, passes: str) -> int:
         """Inputs read once and results written once; of a rank also what it receives, once."""
-        w = self.workload
-        rows, element = w.batch * w.seqlen, w.dtype.itemsize
-        # Forward q, k, v, out and lse; backward q, k, v, out, dout, dq, dk, dv and lse.
-        lse = _LSE * w.nheads
-        forward = rows * ((2 * w.nheads + 2 * w.nheads_k) * w.headdim * element + lse)
-        backward = rows * ((4 * w.nheads + 4 * w.nheads_k) * w.headdim * element + lse)
-        received = self._received
-        forward, backward = forward + received[0], backward + received[1]
-        return {FORWARD: forward, BACKWARD: backward, BOTH: forward + backward}[passes]
+        forward, backward = self._received
+        received = {FORWARD: forward, BACKWARD: backward, BOTH: forward + backward}
+        return self.workload.bytes(passes) + received[passes]
 
     @cached_property
     def _alone(self) -> OneRank:
@@ -149,10 +140,8 @@ class Subject:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Subject:
         """What `to_dict` wrote."""
-        given = dict(values["workload"])
-        given["dtype"], given["window"] = find_dtype(given["dtype"]), tuple(given["window"])
-        device = torch.device(values["device"])
-        return cls(**{**values, "workload": Workload(**given), "device": device})
+        workload = Workload.from_dict(values["workload"])
+        return cls(**{**values, "workload": workload, "device": torch.device(values["device"])})
 
 
 def scenario_of(
@@ -178,7 +167,7 @@ def scenario_of(
         nheads=workload.nheads,
         nheads_k=workload.nheads_k,
         headdim=workload.headdim,
-        dtype=workload.dtype,
+        dtype=workload.torch_dtype,
         causal=workload.causal,
         heads_k_stride=None,
         sources_per_launch=None,

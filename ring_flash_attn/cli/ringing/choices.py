@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ...bench.ranks import Finding, Size, Target, make_target, with_kernel
+from ...bench.versus import refuse_kernels
 from ...bench.workload import find_dtype
 from ...kernels.base import AUTO, check_kernel
 from ...plan.build import check_route
 from ...plan.layout import FLAT_PREFIX, get_layout
 from ...verify.cases import Choice, Named, chosen_functions, points
 from ..groups import check_lengths
-from ..versus import refuse_kernels
 from .way import Way
 
 _SIZES: dict[str, dict[str, Any]] = {

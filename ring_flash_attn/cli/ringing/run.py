@@ -9,11 +9,11 @@ from itertools import product
 from rich.console import Console
 
 from ...bench.link import NONE
+from ...bench.machine import make_results
 from ...bench.ranks import Finding, Settings, measure_rings, replay_rings, ring_rows
 from ...bench.report import Replay
 from ...bench.results import BOTH, FORWARD, Results, Row
 from ...bench.versus import Limits
-from ..measuring import make_results
 from ..screen import status
 from ..versus import compared
 from .choices import Chosen

@@ -13,13 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import api
-from ..kernels.base import AUTO, NATIVE, Call, choose_kernel, kernel_names, why_not
+from ..kernels.base import AUTO, NATIVE, choose_kernel, kernel_names, why_not
+from .inputs import call_of
 from .names import implementation_names as implementation_names
 from .workload import Workload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # all (batch, seqlen, nheads, headdim)
 _NO_WINDOW = (-1, -1)
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = ("float16", "bfloat16")
 _BLOCK = 128  # FlexAttention's
 
 
@@ -49,19 +50,12 @@ def find_implementation(name: str, workload: Workload, device: torch.device) -> 
     """
     if name in (AUTO, NATIVE):
         return _ours(choose_kernel(name, call_of(workload, device)).name)
-    if name in _PEERS:
-        return _PEERS[name]
+    if name in _LIBRARIES:
+        return _LIBRARIES[name]
     if name in kernel_names():
         return _ours(name)
     names = (AUTO, NATIVE, *implementation_names())
     raise ValueError(f"unknown implementation {name!r}; choose one of {', '.join(names)}")
-
-
-def call_of(workload: Workload, device: torch.device) -> Call:
-    """The workload as kernels see it."""
-    w = workload
-    heads = (w.nheads, w.nheads_k, w.headdim, w.headdim)
-    return Call(device, w.dtype, *heads, w.headdim**-0.5, w.mask)
 
 
 def _ours(kernel: str) -> Implementation:
@@ -134,7 +128,7 @@ def _sdpa(
             found.append("it has no sliding windows")
         if device.type == "cuda" and backend is not SDPBackend.MATH:
             half = workload.dtype in _HALF
-            if not half and not (masks and workload.dtype == torch.float32):
+            if not half and not (masks and workload.dtype == "float32"):
                 found.append(f"it does not take {workload.dtype}")
         return found
 
@@ -248,7 +242,7 @@ def _flash_attn(name: str, module: str, kernel: str, no_limit: int | None) -> Im
     """A release of flash-attn, called as its own users do.
 
     Args:
-        name, module: of the peer, and where its `flash_attn_func` is.
+        name, module: of the library, and where its `flash_attn_func` is.
         kernel: ours on the same library, which knows what it can do.
         no_limit: how it calls a side of a window without a limit.
     """
@@ -271,12 +265,12 @@ def _anything(workload: Workload, device: torch.device) -> list[str]:
     return []
 
 
-def _by_name(peers: Sequence[Implementation]) -> dict[str, Implementation]:
-    return {each.name: each for each in peers}
+def _by_name(found: Sequence[Implementation]) -> dict[str, Implementation]:
+    return {each.name: each for each in found}
 
 
 _FLASH, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-_PEERS = _by_name(
+_LIBRARIES = _by_name(
     (
         Implementation("torch standard", _anything, _standard),
         _sdpa("SDPA flash", _FLASH, masks=False, groups=True, cpu=True),
