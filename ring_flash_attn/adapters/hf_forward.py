@@ -71,10 +71,14 @@ def watch(
         What takes the place of `call`.
     """
 
+    uncompiled = torch.compiler.disable  # which imports torch's compiler: not before it is needed
+    check_model, check_labels = uncompiled(_check_model), uncompiled(_check_labels)
+    note_backward = uncompiled(_note_backward)
+
     def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_model(model)
+        check_model(model)
         given = dict(zip(_parameters(type(model).forward), args)) | kwargs
-        _check_labels(model, given, group)
+        check_labels(model, given, group)
         positions = given.get("position_ids")
         if isinstance(positions, Tensor):
             own = positions.view_as(positions)  # a tensor that no other call has
@@ -90,10 +94,10 @@ def watch(
         finally:
             _running.forwards.pop()
         if forward.is_unmarked and forward.documents is not None:
-            _note_backward(output, forward.documents)
+            note_backward(output, forward.documents)
         return output
 
-    checked = torch.compiler.disable(checked, recursive=False)
+    checked = uncompiled(checked, recursive=False)
 
     @functools.wraps(call)
     def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +158,6 @@ def _documents_again(
     return candidates[0] if candidates else latest
 
 
-@torch.compiler.disable
 def _note_backward(output: Any, documents: Documents) -> None:
     """Note the documents when a backward pass comes back to the model, before its layers run."""
 
@@ -170,7 +173,6 @@ def _note_backward(output: Any, documents: Documents) -> None:
             value.register_hook(reached)
 
 
-@torch.compiler.disable
 def _check_model(model: Any) -> None:
     name = model.config._attn_implementation
     if _checked.get(model) != name:
@@ -178,7 +180,6 @@ def _check_model(model: Any) -> None:
         _checked[model] = name
 
 
-@torch.compiler.disable
 def _check_labels(model: Any, given: Mapping[str, Any], group: ProcessGroup | None) -> None:
     """Say that a slice's last token has no target, where the model shifts the labels itself."""
     if given.get("labels") is None or given.get("shift_labels") is not None:
