@@ -11,6 +11,7 @@ import torch.distributed as dist
 import ring_flash_attn
 from ring_flash_attn.adapters import historic, module_paths
 from ring_flash_attn.comm import historic as communicators
+from ring_flash_attn.plan import layout
 
 STEMS = [
     "ring_flash_attn",
@@ -34,6 +35,9 @@ UTILITIES = [
     ("utils", "AllGatherComm", communicators),
     ("triton_utils", "flatten_varlen_lse", historic),
     ("triton_utils", "unflatten_varlen_lse", historic),
+    ("layout", "get_layout", layout),
+    ("layout", "layout_names", layout),
+    ("layout", "register_layout", layout),
 ]
 HF_ADAPTER = [
     "DATA_PARAMS",
@@ -218,13 +222,15 @@ def run(code: str) -> str:
 def test_the_package_waits_with_torch_until_a_name_is_used() -> None:
     run(
         "import sys, ring_flash_attn, ring_flash_attn.utils\n"
-        "from ring_flash_attn import routes, zigzag_ring_flash_attn\n"
+        "from ring_flash_attn.plan import routes\n"
+        "from ring_flash_attn import zigzag_ring_flash_attn\n"
         "assert not hasattr(ring_flash_attn, '__wrapped__') and ring_flash_attn.__version__\n"
         "assert 'torch' not in sys.modules\n"
         "assert {'shard', 'ring_attention', '__version__'} <= set(dir(ring_flash_attn))\n"
         "assert not hasattr(ring_flash_attn, 'nonsense')\n"
         "assert ring_flash_attn.adapters.hf_adapter.DATA_PARAMS == {}\n"
-        "assert ring_flash_attn.sharding.shard is ring_flash_attn.shard\n"
+        "from ring_flash_attn.api import sharding\n"
+        "assert sharding.shard is ring_flash_attn.shard\n"
         "from ring_flash_attn import *\n"
         "assert zigzag_ring_flash_attn_func is zigzag_ring_flash_attn.zigzag_ring_flash_attn_func\n"
         "assert update_ring_flash_attn_params is ring_flash_attn.update_ring_flash_attn_params\n"

@@ -21,8 +21,7 @@ from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FAMILIES
 from ring_flash_attn.bench.ranks import Size, Target, make_target, measure, on_rank, with_kernel
-from ring_flash_attn.bench.ranks.arguments import Place
-from ring_flash_attn.bench.ranks.calls import on_one_device
+from ring_flash_attn.bench.ranks.calls import Place, on_one_device
 from ring_flash_attn.bench.ranks.calls import on_rank as call_on_rank
 from ring_flash_attn.bench.ranks.meeting import DONE, Meeting
 from ring_flash_attn.bench.report import Replay

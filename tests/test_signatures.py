@@ -159,7 +159,10 @@ def test_the_stub_is_current() -> None:
 def test_the_stub_has_the_real_signatures() -> None:
     """Executed as Python, its functions have the parameters of the real ones."""
     text = Path(api.__file__).with_suffix(".pyi").read_text()
-    scope: dict[str, Any] = {"__name__": "ring_flash_attn.stub", "__package__": "ring_flash_attn"}
+    scope: dict[str, Any] = {
+        "__name__": "ring_flash_attn.api.stub",
+        "__package__": "ring_flash_attn.api",
+    }
     exec(compile("from __future__ import annotations\n" + text, "api.pyi", "exec"), scope)
     assert scope["__all__"] == api.__all__
     for name in api.__all__:

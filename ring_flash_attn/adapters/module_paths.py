@@ -36,6 +36,7 @@ MODULE_PATHS: dict[str, dict[str, str]] = {
         "RingComm": ".comm.historic",
     },
     "triton_utils": _LSE,
+    "layout": dict.fromkeys(("get_layout", "layout_names", "register_layout"), ".plan.layout"),
 }
 
 

@@ -14,6 +14,7 @@ from .report import Replay
 from .rival import check_rival
 from .scenario import make_scenario
 from .session import Session
+from .workload import Placement, Workload
 
 
 def replay(
@@ -105,3 +106,35 @@ def _block(existing: bool | str | Block) -> Block | None:
     if isinstance(existing, bool):
         return ByLibrary("fa2") if existing else None
     return ByLibrary(existing) if isinstance(existing, str) else existing
+
+
+def replay_ranks(
+    workload: Workload,
+    placement: Placement,
+    *,
+    device: torch.device,
+    ranks: Sequence[int] | None = None,
+    repeats: int = 9,
+    report: Callable[[str], None] = lambda line: None,
+) -> Replay:
+    """Replay some ranks of a workload; the placement is resolved (`inputs.resolve`)."""
+    share = workload.share(placement.world_size)
+    scenario = make_scenario(
+        world_size=placement.world_size,
+        ranks=ranks,
+        layout=placement.layout,
+        route=placement.route,
+        kernel=placement.kernel,
+        seqlen=share.seqlen,
+        cu_seqlens=share.cu_seqlens,
+        batch=workload.batch,
+        nheads=workload.nheads,
+        nheads_k=workload.nheads_k,
+        headdim=workload.headdim,
+        dtype=workload.torch_dtype,
+        causal=workload.causal,
+        heads_k_stride=placement.heads_k_stride,
+        sources_per_launch=placement.sources_per_launch,
+        device=device,
+    )
+    return Session(scenario, placement.link, repeats, report).run(None, False)

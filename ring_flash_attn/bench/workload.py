@@ -119,8 +119,8 @@ class Workload:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.nheads % self.nheads_k:
             raise ValueError(
-                f"the number of query heads must be a multiple of the number of KV heads, but nheads "
-                f"is {self.nheads} and nheads_k {self.nheads_k}"
+                f"the number of query heads must be a multiple of the number of KV heads, but "
+                f"nheads is {self.nheads} and nheads_k {self.nheads_k}"
             )
         if min(self.window) < -1:
             raise ValueError(f"window {self.window}: sides are -1 (all keys) or more")

@@ -136,6 +136,8 @@ def _numbers(source: Source, row: Row) -> dict[str, Any]:
 
 
 def _rate(row: Row, ms: float) -> float | None:
+    if not {"nheads", "headdim", "seqlen"} <= set(row.workload):
+        return None
     try:
         return Workload.from_dict(row.workload).flops(row.passes) / ms / 1e9
     except (KeyError, TypeError, ValueError):  # a workload of other numbers

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import api
-from ..bench.ranks.arguments import Place, Spread, own_arguments
+from ..bench.ranks.arguments import own_arguments
+from ..bench.workload import Placement, Workload
 from ..engine.entry import run_virtual
 from .answers import Inputs, make_inputs
 from .cases import Case
@@ -52,7 +54,9 @@ def call_on_rank(case: Case, inputs: Inputs, rank: int, world_size: int) -> Tens
     function = getattr(api, case.function)
     if "kernel" not in inspect.signature(function).parameters:
         del options["kernel"]  # the name says it
-    own = own_arguments(case.signature, _spread(case), Place(rank, world_size, q.device))
+    own = own_arguments(
+        case.signature, _workload(case.question), _placement(case, world_size), rank, q.device
+    )
     out, lse, _ = function(**leaves, **own, **options)
     if options["sink"] is not None:
         leaves["sink"] = options["sink"]
@@ -85,7 +89,7 @@ def call_virtual(case: Case, inputs: Inputs, world_size: int) -> list[Tensors]:
         case.question.lengths_q,
         case.question.lengths_k,
         packed=case.question.batch is None,
-        heads_k_stride=_spread(case).heads_k_stride,
+        heads_k_stride=_placement(case, world_size).heads_k_stride,
         **options,
     )
     leaves = [x for shard in shards for x in shard]
@@ -105,16 +109,24 @@ def call_virtual(case: Case, inputs: Inputs, world_size: int) -> list[Tensors]:
     return found
 
 
-def _spread(case: Case) -> Spread:
-    question = case.question
-    return Spread(
-        question.lengths_q,
-        question.lengths_k,
-        packed=question.batch is None,
+def _placement(case: Case, world_size: int) -> Placement:
+    stride = 1 if case.signature in ("gathered_documents", "llama3") else None
+    return Placement(world_size, case.layout, case.route, case.kernel, stride)
+
+
+def _workload(question: Question) -> Workload:
+    packed = question.batch is None
+    q, k = question.lengths_q, question.lengths_k
+    return Workload(
+        batch=question.batch or 1,
+        seqlen=q[0],
+        seqlen_k=k[0],
+        nheads=question.nheads,
+        nheads_k=question.nheads_k,
+        headdim=question.headdim,
         causal=question.causal,
-        layout=case.layout,
-        route=case.route,
-        heads_k_stride=1 if case.signature in ("gathered_documents", "llama3") else None,
+        cu_seqlens=tuple(accumulate(q, initial=0)) if packed else None,
+        cu_seqlens_k=tuple(accumulate(k, initial=0)) if packed else None,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from ... import api
 from ..scenario import Scenario
-from .arguments import Place, Spread, own_arguments
+from ..workload import Placement, Workload
+from .arguments import own_arguments
 from .target import Target
 
 
@@ -45,23 +47,33 @@ class Call:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank, of how many, and its device."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
 def on_rank(target: Target, place: Place) -> Call:
     """The function itself, on this rank of the default group."""
-    scenario = target.scenario
-    lengths = tuple(length * scenario.world_size for length in scenario.lengths)
-    spread = Spread(
-        lengths,
-        lengths,
-        scenario.packed,
-        scenario.causal,
-        scenario.layout,
-        scenario.route,
-        scenario.heads_k_stride,
+    s = target.scenario
+    placement = Placement(place.world_size, s.layout, s.route, s.kernel, s.heads_k_stride)
+    arguments = own_arguments(
+        target.signature, _workload(s, place.world_size), placement, place.rank, place.device
     )
-    arguments = own_arguments(target.signature, spread, place)
     if target.takes_kernel:
-        arguments["kernel"] = scenario.kernel
-    return _call(target.function, target, scenario.size(place.rank), arguments, place)
+        arguments["kernel"] = s.kernel
+    return _call(target.function, target, s.size(place.rank), arguments, place)
+
+
+def _workload(scenario: Scenario, times: int) -> Workload:
+    """Documents `times` as long as in a rank's shard."""
+    s = scenario
+    cu_seqlens = tuple(accumulate((times * n for n in s.lengths), initial=0)) if s.packed else None
+    heads = (s.nheads, s.nheads_k, s.headdim)
+    return Workload(s.batch, times * s.tokens, *heads, s.causal, cu_seqlens=cu_seqlens)
 
 
 def on_one_device(target: Target, place: Place) -> Call:
@@ -70,8 +82,8 @@ def on_one_device(target: Target, place: Place) -> Call:
     signature = "single"
     if scenario.packed:
         signature = "single_documents_qkv" if target.form.startswith("qkv") else "single_documents"
-    spread = Spread(scenario.lengths, scenario.lengths, scenario.packed, scenario.causal)
-    arguments = {**own_arguments(signature, spread, place), "kernel": scenario.kernel}
+    own = own_arguments(signature, _workload(scenario, 1), Placement(1), 0, place.device)
+    arguments = {**own, "kernel": scenario.kernel}
     return _call(target.alone, target, scenario.tokens, arguments, place)
 
 

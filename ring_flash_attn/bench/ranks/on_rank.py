@@ -11,8 +11,7 @@ import torch
 from ...comm import launch
 from ..results import BOTH
 from ..timing import WARM_UP, Stopwatch, Timing, Work, peak_bytes
-from .arguments import Place
-from .calls import Call, on_one_device, on_rank
+from .calls import Call, Place, on_one_device, on_rank
 from .meeting import DONE, Meeting
 from .target import Target
 
