@@ -110,8 +110,8 @@ class _Attention(torch.autograd.Function):
             prepared = replace(prepared, call=replace(prepared.call, alibi_slopes=slopes))
         outs, lses = saved[3 * count : 4 * count], saved[4 * count :]
         results = list(zip(outs, lses, strict=True))
-        given = list(zip(grads[:count], grads[count:], strict=True))
-        dsink, found = backward(prepared, _by_rank(saved[: 3 * count]), sink, results, given)
+        douts = list(zip(grads[:count], grads[count:], strict=True))
+        dsink, found = backward(prepared, _by_rank(saved[: 3 * count]), sink, results, douts)
         return None, dsink, *(grad for shard in found for grad in shard)
 
 
@@ -159,33 +159,35 @@ def backward(
     shards: Sequence[QKV],
     sink: Tensor | None,
     results: Sequence[tuple[Tensor, Tensor]],
-    given: Sequence[tuple[Tensor | None, Tensor | None]],
+    douts: Sequence[tuple[Tensor | None, Tensor | None]],
 ) -> tuple[Tensor | None, list[QKV]]:
     """From the gradients of (out, lse) of each rank those of sink and of (q, k, v) of each rank."""
-    call = prepared.call
-    dsink = None if sink is None else torch.zeros_like(sink, dtype=call.state_dtype)
+    ranks, call = prepared.ranks, prepared.call
+    single = ranks[0].backward.single_launch if len(ranks) == 1 else None
     with no_autocast(call.device), span(_pass_name, "backward", prepared):
-        douts, kept = [], []
-        single = prepared.ranks[0].backward.single_launch if len(prepared.ranks) == 1 else None
-        for (out, lse), (dout, dlse) in zip(results, given, strict=True):
-            douts.append(torch.zeros_like(out) if dout is None else dout)
-            with span("delta"):
-                kept.append(_saved(prepared, single, out, lse, douts[-1], dlse, sink is not None))
-            if sink is not None and dsink is not None:
-                dsink -= _sink_part(sink, lse, kept[-1].delta)
-        grads_of_one = None
-        if single is not None:
-            grads_of_one = _backward_single(prepared, single, shards[0], douts[0], kept[0])
-        if grads_of_one is not None:
-            grads = [grads_of_one]
-        else:
-            passes = [
-                _BackwardPass(prepared, *of_rank)
-                for of_rank in zip(prepared.ranks, shards, douts, kept, strict=True)
+        dense = [
+            torch.zeros_like(out) if dout is None else dout
+            for (out, _), (dout, _) in zip(results, douts, strict=True)
+        ]
+        with span("delta"):
+            saved = [
+                _saved(prepared, single, out, lse, dout, dlse, sink is not None)
+                for (out, lse), dout, (_, dlse) in zip(results, dense, douts, strict=True)
             ]
-            _run(prepared, [local.backward for local in prepared.ranks], passes)
-            grads = [each.result() for each in passes]
-    return None if sink is None or dsink is None else dsink.to(sink.dtype), grads
+        dsink = None
+        if sink is not None:
+            parts = [_sink_part(sink, each.lse, each.delta) for each in saved]
+            dsink = -torch.stack(parts).sum(0).to(sink.dtype)
+        if single is not None:
+            grads = _backward_single(prepared, single, shards[0], dense[0], saved[0])
+            if grads is not None:
+                return dsink, [grads]
+        passes = [
+            _BackwardPass(prepared, *of_rank)
+            for of_rank in zip(ranks, shards, dense, saved, strict=True)
+        ]
+        _run(prepared, [local.backward for local in ranks], passes)
+    return dsink, [each.result() for each in passes]
 
 
 def _pass_name(direction: str, prepared: PreparedCall) -> str:
