@@ -46,27 +46,18 @@ def run_batch(
     sources_per_launch: int | None = None,
     **options: Any,
 ) -> Output:
-    """Sequences of one length, spread over the group; shards are equal unless seqlen is given."""
+    """Sequences of one length, spread over the group; shards are equal unless seqlen says."""
     _, world_size = comm.rank_and_size(group)
     opts = Options(**options)
-    q, k, v = _prepare_shard(q, k, v, packed=False)
+    shard = q, k, v = _prepare_shard(q, k, v, packed=False)
     lengths_q, lengths_k = (
-        (x.shape[1] * world_size if given is None else checks.check_integer(name, given, 0),)
-        for name, given, x in (("seqlen", seqlen, q), ("seqlen_k", seqlen_k, k))
+        (x.shape[1] * world_size if length is None else checks.check_integer(name, length, 0),)
+        for name, length, x in (("seqlen", seqlen, q), ("seqlen_k", seqlen_k, k))
     )
     same = {"seqlen_q": lengths_q, "seqlen_k": lengths_k, "batch": q.shape[0]}
-    problem = make_problem(
-        layout,
-        route,
-        lengths_q,
-        lengths_k,
-        world_size,
-        opts,
-        k.shape[2],
-        heads_k_stride,
-        sources_per_launch,
-    )
-    return run_on_group(route, problem, q, k, v, opts, group, same, packed=False)
+    heads = k.shape[2], heads_k_stride, sources_per_launch
+    problem = make_problem(layout, route, lengths_q, lengths_k, world_size, opts, *heads)
+    return run_on_group(route, problem, *shard, opts, group, same, packed=False)
 
 
 def run_local_documents(
@@ -84,7 +75,7 @@ def run_local_documents(
     """Packed documents, each spread over the group; cu_seqlens is that of a shard, equal on all."""
     _, world_size = comm.rank_and_size(group)
     opts = Options(**options)
-    q, k, v = _prepare_shard(q, k, v, packed=True)
+    shard = q, k, v = _prepare_shard(q, k, v, packed=True)
     local = document_lengths(cu_seqlens, q.device)
     checks.check_max_seqlen("max_seqlen", max_seqlen, local)
     for name, tensor in (("q", q), ("k", k)):
@@ -92,7 +83,7 @@ def run_local_documents(
     lengths = tuple(length * world_size for length in local)
     same = {"total": q.shape[1], "documents": len(lengths), **document_values(cu_seqlens=lengths)}
     problem = make_problem(layout, route, lengths, lengths, world_size, opts, k.shape[2])
-    return run_on_group(route, problem, q, k, v, opts, group, same, packed=True)
+    return run_on_group(route, problem, *shard, opts, group, same, packed=True)
 
 
 def run_documents(
@@ -113,9 +104,8 @@ def run_documents(
     """Packed documents, spread over the group; cu_seqlens is that of the whole stream."""
     _, world_size = comm.rank_and_size(group)
     opts = Options(**options)
-    q, k, v = _prepare_shard(q, k, v, packed=True)
-    lengths_q = document_lengths(cu_seqlens, q.device)
-    lengths_k = lengths_q
+    shard = q, k, v = _prepare_shard(q, k, v, packed=True)
+    lengths_q = lengths_k = document_lengths(cu_seqlens, q.device)
     if cu_seqlens_k is not None:
         lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
     if max_seqlen is not None:
@@ -125,18 +115,9 @@ def run_documents(
         "documents": len(lengths_q),
         **document_values(cu_seqlens=lengths_q, cu_seqlens_k=lengths_k),
     }
-    problem = make_problem(
-        layout,
-        route,
-        lengths_q,
-        lengths_k,
-        world_size,
-        opts,
-        k.shape[2],
-        heads_k_stride,
-        sources_per_launch,
-    )
-    return run_on_group(route, problem, q, k, v, opts, group, same, packed=True)
+    heads = k.shape[2], heads_k_stride, sources_per_launch
+    problem = make_problem(layout, route, lengths_q, lengths_k, world_size, opts, *heads)
+    return run_on_group(route, problem, *shard, opts, group, same, packed=True)
 
 
 def run_llama3(
@@ -316,17 +297,8 @@ def run_virtual(
     """All ranks in this process, one shard (q, k, v) each."""
     opts = Options(**options)
     shards = [_prepare(*shard, packed=packed) for shard in shards]
-    problem = make_problem(
-        layout,
-        route,
-        lengths_q,
-        lengths_k,
-        len(shards),
-        opts,
-        shards[0][1].shape[2],
-        heads_k_stride,
-        sources_per_launch,
-    )
+    heads = shards[0][1].shape[2], heads_k_stride, sources_per_launch
+    problem = make_problem(layout, route, lengths_q, lengths_k, len(shards), opts, *heads)
     prepared = prepare_virtual(route, problem, shards, opts)
     return run_prepared(prepared, shards, opts.sink, opts.return_attn_probs, packed)
 
