@@ -573,7 +573,7 @@ def test_every_function_is_listed() -> None:
 def test_every_choice_is_listed() -> None:
     points = {*layouts.layout_names(), *plans.route_names()}
     assert points <= inline_code("docs/usage.md")
-    for readme in ("README.md", "README.zh-CN.md"):
+    for readme in READMES:
         assert {*kernels.kernel_names(), *plans.route_names()} <= inline_code(readme)
 
 
