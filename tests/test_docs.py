@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -26,11 +27,9 @@ from torch.distributed.run import get_args_parser
 
 import ring_flash_attn
 from ring_flash_attn.api.families import PREFIXES
-from ring_flash_attn.bench.profile import parts
-from ring_flash_attn.bench.profile import run as profiling
+from ring_flash_attn.bench.results import Row, load
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.workloads import make_workloads, without_gradients
 from ring_flash_attn.engine import prepare
 from ring_flash_attn.kernels import base as kernels
 from ring_flash_attn.plan import build as plans
@@ -44,9 +43,13 @@ DOCUMENTS = [
     "README.zh-CN.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    "docs/design.md",
+    "docs/usage.md",
+    "docs/kernels.md",
     "docs/benchmarks.md",
+    "docs/design.md",
+    "docs/kernel-log.md",
     "docs/troubleshooting.md",
+    "results/README.md",
 ]
 GROUP: Any = typer.main.get_command(app)
 COMMANDS = GROUP.commands
@@ -72,6 +75,13 @@ def without_code(document: str) -> str:
 
 def inline_code(document: str) -> set[str]:
     return set(re.findall(r"`([^`\n]+)`", without_code(document)))
+
+
+def of_today(document: str) -> set[str]:
+    """Inline code, without what the changelog says of released versions, which had other files."""
+    released = "".join(re.findall(r"\n## \[\d.*", text("CHANGELOG.md"), re.S))
+    history = set(re.findall(r"`([^`\n]+)`", released)) if document == "CHANGELOG.md" else set()
+    return inline_code(document) - history
 
 
 def closeness(ours: Tensor, theirs: Tensor) -> float:
@@ -175,7 +185,21 @@ def test_the_new_ones_work_together(example: Callable[[str, str], Any]) -> None:
     check("block_cyclic", "broadcast", "naive", RULES[-1], nheads_k=4)
 
 
-# README: what its first screen and its example of packed documents do.
+# The first screen of the READMEs, and the example of packed documents.
+
+
+def test_every_page_is_tested() -> None:
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= set(DOCUMENTS)
+
+
+@pytest.mark.parametrize("document", READMES)
+def test_a_readme_is_short(document: str) -> None:
+    assert len(text(document).splitlines()) <= 150
+    first = re.sub(r"^(#.*|\[.*)$", "", text(document), flags=re.M).split()
+    assert "context parallelism" in " ".join(first)[:200]
+    assert {"img/lengths_h200.svg", "img/kernels_h200.svg"} <= set(
+        re.findall(r"\]\(docs/(img/\w+\.svg)\)", text(document))
+    )
 
 
 def run_first_screen(rank: int, world_size: int, code: str) -> tuple[Tensor, ...]:
@@ -218,7 +242,7 @@ def run_sharding(rank: int, world_size: int, code: str, qkv: list[Tensor]) -> An
 
 def test_the_sharding_example_runs(ranks: Callable[[int], Ranks]) -> None:
     qkv = [torch.randn(20, 4, 8, dtype=torch.float64) for _ in range(3)]
-    results = ranks(2).run(run_sharding, block("README.md", "sharding"), qkv)
+    results = ranks(2).run(run_sharding, block("docs/usage.md", "sharding"), qkv)
     cu_seqlens = [0, 5, 7, 20]
     expected, _ = oracle(*qkv, Rules(causal=True), cu_seqlens, cu_seqlens)
     starts = torch.tensor(cu_seqlens)
@@ -291,16 +315,218 @@ def test_the_table_of_balance_is_true() -> None:
 
 
 def test_the_tree_is_complete() -> None:
-    folder, named = "", set()
-    for line in block("README.md", "tree").splitlines():
-        name = line.split()[0]
-        folder = folder if line.startswith(" ") else name
-        path = folder + name if line.startswith(" ") else name
-        assert (ROOT / path).exists(), path
-        named.add(path.removesuffix("/"))
-    package = (ROOT / "ring_flash_attn").iterdir()
-    there = {f"ring_flash_attn/{path.name}" for path in package if path.name != "__pycache__"}
-    assert there <= named
+    """All of the package is named, and all of a folder of which something is."""
+    path: list[str] = []
+    named: dict[str, set[str]] = {}
+    for line in block("docs/design.md", "tree").splitlines():
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        path[depth:] = [name]
+        assert (ROOT / "".join(path)).exists(), line
+        named.setdefault("".join(path[:-1]), set()).add(name.removesuffix("/"))
+    assert {"ring_flash_attn/", "ring_flash_attn/plan/", "ring_flash_attn/engine/"} <= set(named)
+    for folder in filter(None, named):
+        there = {each.name for each in (ROOT / folder).iterdir()} - {"__pycache__"}
+        if folder != "ring_flash_attn/":
+            there.discard("__init__.py")
+        assert there <= named[folder], folder
+
+
+def test_every_variable_is_listed() -> None:
+    listed = set(re.findall(r"`(RFA_\w+)`", block("docs/usage.md", "variables")))
+    source = "".join(f.read_text() for f in (ROOT / "ring_flash_attn").rglob("*.py"))
+    assert listed == set(re.findall(r"\bRFA_[A-Z_]*[A-Z]\b", source))
+
+
+def auto_orders(document: str) -> list[list[str]]:
+    """What `auto` tries on Hopper and on other NVIDIA GPUs."""
+    words = text(document).split("`auto` tries, in this order")[1]
+    starts = ("on Hopper ", "on other NVIDIA GPUs ")
+    found = [re.match(r"(?:`\w+`(?:, )?)+", words.split(start)[1]) for start in starts]
+    return [re.findall(r"`(\w+)`", each[0]) for each in found if each]
+
+
+def test_both_documents_have_the_same_order_of_auto() -> None:
+    """That it is the true one, `test_statements.py` checks for the README."""
+    orders = auto_orders("docs/kernels.md")
+    assert [len(order) for order in orders] == [6, 4]
+    assert orders == auto_orders("README.md")
+    chinese = text("README.zh-CN.md")
+    assert all("、".join(f"`{name}`" for name in order) in chinese for order in orders)
+
+
+# Figures: those of the files, and the same in both READMEs.
+
+PASSES = ("forward", "both")
+SHAPES = ("causal_d128", "full_d128", "causal_d64")
+
+
+def stored(name: str) -> list[Row]:
+    return load(ROOT / "results" / f"{name}_h200.json").rows
+
+
+def table(document: str, mark: str) -> list[list[str]]:
+    """The cells of a table, without its head."""
+    lines = block(document, mark).splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def rates(rows: list[Row], name: str) -> str:
+    """TFLOP/s forward / backward; an en dash if it was not measured."""
+    found = {row.passes: row.tflops for row in rows if row.implementation == name}
+    if not found:
+        return "–"
+    return f"{found['forward']:.0f} / {found['backward']:.0f}"
+
+
+def test_figures_by_shape_are_those_of_the_files() -> None:
+    rows = table("results/README.md", "shapes")
+    assert {row[-1] for row in rows} == {
+        f"`{path.name}`" for path in (ROOT / "results").glob("hopper_*.json")
+    }
+    for _, *shown, forward, backward, file in rows:
+        found = load(ROOT / "results" / file.strip("`")).rows
+        assert shown == [rates(found, name) for name in ("triton", "fa4", "cudnn")]
+        speed = {(row.implementation, row.passes): row.tflops or 0.0 for row in found}
+        for ratio, passes in ((forward, "forward"), (backward, "backward")):
+            best = max(speed["fa4", passes], speed["cudnn", passes])
+            assert ratio == f"{speed['triton', passes] / best:.2f}", file
+
+
+def test_figures_by_length_are_those_of_the_file() -> None:
+    lengths = [1024, 2048, 4096, 8192, 16384, 32768]
+    for name, *shown in table("results/README.md", "lengths"):
+        by_length = [[r for r in stored("lengths") if r.workload["seqlen"] == n] for n in lengths]
+        assert shown == [rates(rows, name.strip("`")) for rows in by_length]
+
+
+def test_figures_of_implementations_are_those_of_the_files() -> None:
+    files = [stored(f"compare_{shape}") for shape in SHAPES]
+    for name, *shown, memory in table("results/README.md", "implementations"):
+        key = name.strip("`")
+        rates_of_files = [rates(rows, key) for rows in files]
+        held = [
+            next((r.peak_bytes for r in rows if (r.implementation, r.passes) == (key, "both")), 0)
+            for rows in files
+        ]
+        sizes = [f"{size / 2**20:.0f}" if size else "–" for size in held]
+        if key == "triton":  # the first file is from before its kernels for Hopper
+            rates_of_files[0] = sizes[0] = "–"
+        assert (shown, memory) == (rates_of_files, ", ".join(sizes)), name
+
+
+def slowest(rows: list[Row]) -> list[Row]:
+    """The rows of the slowest rank, forward and both."""
+    return [next(r for r in rows if r.passes == p and r.values["slowest"]) for p in PASSES]
+
+
+def times(rows: list[Row]) -> list[float]:
+    """Milliseconds of each, from the theoretic time and the efficiency."""
+    return [100 * r.values["theoretic_ms"] / r.values["efficiency_percent"] for r in rows]
+
+
+def percents(rows: list[Row], digits: int, kind: str = "efficiency") -> list[str]:
+    return [f"{row.values[f'{kind}_percent']:.{digits}f} %" for row in rows]
+
+
+def test_figures_of_distributed_functions_are_those_of_the_file() -> None:
+    lines = table("results/README.md", "functions")
+    assert len(lines) == len({row.placement["function"] for row in stored("ring")})
+    for name, *shown in lines:
+        rows = slowest([r for r in stored("ring") if f"`{r.placement['function']}`" == name])
+        (forward, both), (of_forward, of_both) = times(rows), percents(rows, 0)
+        assert shown == [f"{forward:.2f}", of_forward, f"{both:.1f}", of_both]
+
+
+def replayed(packed: bool) -> dict[tuple[str, str, str], list[Row]]:
+    """Rows of replays by layout × route, kernel and sources a launch."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in stored("replays"):
+        if ("lengths" in row.workload) == packed:
+            place = row.placement
+            baseline, _, kernel = row.implementation.rpartition(" on ")
+            name = f"baseline on `{kernel}`" if baseline else f"`{kernel}`"
+            sources = str(place.get("sources_per_launch", "–"))
+            key = f"{place['layout']} × {place['route']}", name, sources
+            found.setdefault(key, []).append(row)
+    return found
+
+
+def replay_cells(rows: list[Row], full_rate: bool) -> list[str]:
+    worst = slowest(rows)
+    forward, both = times(worst)
+    cells = [f"{forward:.2f}", f"{both:.1f}", *percents(worst, 1)]
+    cells += percents(worst, 1, "full_rate_efficiency") if full_rate else []
+    held = max(row.peak_bytes or 0 for row in rows) / 2**20
+    return [*cells, f"{max(0.0, worst[1].values['exposed_ms']):.1f}", f"{held:.0f}"]
+
+
+def test_figures_of_replays_in_the_results_are_those_of_the_file() -> None:
+    whole = replayed(packed=False)
+    lines = table("results/README.md", "replays")
+    assert len(lines) == len(whole)
+    for kernel, sources, *shown in lines:
+        assert shown == replay_cells(whole["zigzag × ring", kernel, sources], full_rate=True)
+    packs = replayed(packed=True)
+    lines = table("results/README.md", "packs")
+    assert len(lines) == len(packs)
+    for point, kernel, sources, *shown in lines:
+        assert shown == replay_cells(packs[point, kernel, sources], full_rate=False)
+
+
+def readme_replays() -> list[tuple[list[str], list[str]]]:
+    """Times and efficiencies, as both READMEs list them."""
+    found = replayed(packed=False)
+    keys = [("baseline on `fa2`", "–"), ("baseline on `fa4`", "–")]
+    keys += [(f"`{name}`", "4") for name in ("fa2", "cudnn", "fa4", "triton")]
+    rows = [slowest(found["zigzag × ring", name, sources]) for name, sources in keys]
+    return [([f"{time:.1f}" for time in times(each)], percents(each, 0)) for each in rows]
+
+
+def test_figures_of_replays_are_those_of_the_file_in_both_readmes() -> None:
+    in_english = r"^\| .*: (\S+) and (\S+) ms \| (.*) \| (.*) \|$"
+    in_chinese = r"^\| .*? (\d+ %) / (\d+ %) \| (\S+) / (\S+) ms \|$"
+    english, chinese = (
+        re.findall(pattern, text(readme), re.M)
+        for pattern, readme in zip((in_english, in_chinese), READMES, strict=True)
+    )
+    expected = readme_replays()
+    assert english == [(*times, *percents) for times, percents in expected]
+    assert chinese == [(*percents, *times) for times, percents in expected]
+
+
+def test_figures_of_memory_are_those_of_the_file_everywhere() -> None:
+    held = {
+        row.implementation: f"{(row.peak_bytes or 0) / 2**20:.0f}"
+        for row in stored("lengths")
+        if (row.workload["seqlen"], row.passes) == (8192, "both")
+    }
+    for readme in READMES:
+        for name, size in held.items():
+            assert re.search(rf"`{name}` {size}\b", text(readme)), (readme, name)
+    head, _, cells = block("docs/kernels.md", "memory").splitlines()
+    names = [name.strip(" `") for name in head.strip("|").split("|")]
+    sizes = [cell.split()[0] for cell in cells.strip("|").split("|")]
+    assert {n: s for n, s in zip(names, sizes, strict=True) if n in held} == held
+
+
+def numbers(document: str) -> Counter[str]:
+    """All numbers of its prose and tables; what stands in links is not prose."""
+    prose = re.sub(r"\]\([^)]*\)", "]", without_code(document))
+    return Counter(re.findall(r"\d+(?:\.\d+)*", prose))
+
+
+def test_both_readmes_state_the_same_numbers() -> None:
+    english, chinese = map(numbers, READMES)
+    assert english == chinese
+    assert sum(english.values()) > 60
+
+
+def test_both_readmes_have_the_same_links() -> None:
+    english, chinese = (
+        [t for t in re.findall(r"\]\(([^)\s]+)\)", text(d)) if not t.startswith("README")]
+        for d in READMES
+    )
+    assert sorted(english) == sorted(chinese)
 
 
 # Names and links.
@@ -334,19 +560,21 @@ def test_imports_in_snippets_exist() -> None:
             assert hasattr(importlib.import_module(module), name.strip()), f"{module}.{name}"
 
 
-def test_every_function_is_in_the_readme() -> None:
-    patterns = public_names("README.md")
+def test_every_function_is_listed() -> None:
+    patterns = public_names("docs/usage.md")
     prefixes = tuple(f"{prefix}_" for prefix in PREFIXES)
     for name in ring_flash_attn.__all__:
         if not name.startswith(prefixes):
             listed = any(fnmatchcase(name, pattern) for pattern in patterns)
-            assert listed or re.search(rf"\b{name}\b", text("README.md")), name
-    assert {f"{prefix}_" for prefix in PREFIXES} <= inline_code("README.md")
+            assert listed or re.search(rf"\b{name}\b", text("docs/usage.md")), name
+    assert {f"{prefix}_" for prefix in PREFIXES} <= inline_code("docs/usage.md")
 
 
-def test_every_choice_is_in_the_readme() -> None:
-    choices = {*layouts.layout_names(), *plans.route_names(), *kernels.kernel_names()}
-    assert choices <= inline_code("README.md")
+def test_every_choice_is_listed() -> None:
+    points = {*layouts.layout_names(), *plans.route_names()}
+    assert points <= inline_code("docs/usage.md")
+    for readme in READMES:
+        assert {*kernels.kernel_names(), *plans.route_names()} <= inline_code(readme)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -370,7 +598,7 @@ def anchors(markdown: str) -> set[str]:
 def test_files_that_are_named_exist(document: str) -> None:
     """Those of the original documents aside, which stand in the left column of a table."""
     theirs = set(re.findall(r"`([^`\n]+)`", text("docs/benchmarks.md").split("## How we")[0]))
-    for name in inline_code(document) - (theirs if "benchmarks" in document else set()):
+    for name in of_today(document) - (theirs if "benchmarks" in document else set()):
         if re.fullmatch(r"\.?[\w./-]+(\.(py|pyi|md|toml|txt|svg)|/)", name):
             places = [ROOT / name, ROOT / "ring_flash_attn" / name]
             assert any(place.exists() for place in places), name
@@ -383,10 +611,13 @@ def test_make_targets_exist() -> None:
 
 
 def test_commands_and_their_options_exist() -> None:
-    lines = re.findall(r"^rfa (.*?)(?:\s+#.*)?$", text("README.md"), re.M)
+    lines = re.findall(r"^rfa (.*)$", block("docs/benchmarks.md", "rfa"), re.M)
     assert {line.split()[0] for line in lines} == set(COMMANDS)
+    shell = re.findall(r"```bash\n(.*?)```", "".join(map(text, DOCUMENTS)), re.S)
+    lines = re.findall(r"^(?:RFA_\w+=\w* )?rfa (.*)$", "".join(shell), re.M)
+    assert len(lines) >= 35
     for line in lines:
-        command, *arguments = line.split()
+        command, *arguments = shlex.split(line, comments=True)
         COMMANDS[command].make_context(command, arguments)  # raises where it does not parse
 
 
@@ -496,6 +727,7 @@ def test_every_command_of_the_original_documents_is_in_the_table() -> None:
 
 def test_presets_are_the_sizes_of_the_original_documents() -> None:
     """What stands beside one of theirs is the same workload."""
+    from ring_flash_attn.cli.workloads import make_workloads, without_gradients
 
     def workload(typed: Typed) -> tuple[list[Workload], bool]:
         given = typed.parsed().params
@@ -518,6 +750,8 @@ def test_presets_are_the_sizes_of_the_original_documents() -> None:
 def test_our_command_for_each_of_theirs_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from ring_flash_attn.bench.profile import run as profiling
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(profiling, "implementation_names", lambda: ("reference", "SDPA math"))
     done: set[str] = set()
@@ -567,6 +801,8 @@ def test_the_quick_check_of_triton_runs_without_a_gpu() -> None:
 
 
 def test_the_files_of_a_profile_are_listed() -> None:
+    from ring_flash_attn.bench.profile import parts
+
     listed = {
         name
         for line in block("docs/benchmarks.md", "files").splitlines()
