@@ -154,10 +154,10 @@ def test_theoretic_is_one_device_times_ranks_and_the_slowest_rank_counts() -> No
         [{own: 10.0, base: 1.0}, {own: 12.0, base: 2.0}],
         [{own: 15.0, base: 3.0}, {own: 11.0, base: 9.0}],
     ]
-    row = measure.timed_rows(made, settings, trials, rounds)[own]
-    assert row.samples_ms == (12.0, 15.0)
-    assert row.values["theoretic_ms"] == 2 * statistics.median((1.0, 2.0, 3.0, 9.0))
-    assert row.peak_bytes == 7
+    timed = measure.slowest_rank(made, settings, trials, rounds)[FORWARD]
+    assert timed.samples_ms == (12.0, 15.0)
+    assert timed.theoretic_ms == 2 * statistics.median((1.0, 2.0, 3.0, 9.0))
+    assert timed.peak_bytes == 7
 
 
 # The command.

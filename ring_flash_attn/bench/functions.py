@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from typing import TYPE_CHECKING
 
-from ..api.families import FAMILIES, PREFIXES, Family
+from ..plan import routes as _routes  # registers them
 from ..plan.build import route_names
 from ..plan.layout import layout_names
+
+if TYPE_CHECKING:
+    from ..api.families import Family
+
+del _routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,8 @@ def find_functions(names: Sequence[str]) -> list[PublicFunction]:
 
 
 def _functions() -> Iterator[PublicFunction]:
+    from ..api.families import FAMILIES, PREFIXES  # which import torch
+
     for prefix in ("", *PREFIXES):
         for family in FAMILIES:
             for form in family.forms:

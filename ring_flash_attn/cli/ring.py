@@ -10,33 +10,9 @@ from ..bench.link import NONE, find_link
 from ..bench.results import check_output
 from ..bench.workload import Placement, Workload, lengths_of
 from ..kernels.base import AUTO
-from .groups import (
-    check_backend,
-    check_no_group,
-    check_stream,
-    check_timeout,
-    check_world_size,
-)
+from . import options
+from .groups import check_backend, check_no_group, check_stream, check_timeout, check_world_size
 from .measuring import write
-from .options import (
-    Backend,
-    CuSeqlens,
-    Device,
-    Dtype,
-    Gate,
-    HeadsKStride,
-    JsonFile,
-    Kernels,
-    Layouts,
-    LinkName,
-    MaxMemory,
-    MinSpeed,
-    NoGrad,
-    Rounds,
-    Routes,
-    Timeout,
-    Versus,
-)
 from .screen import screen, status
 from .versus import compared, find_limits, find_versus
 from .workloads import parse_offsets
@@ -66,8 +42,8 @@ def ring(
         int | None,
         typer.Option(min=1, help="Ranks; by default as many as GPUs, 8 for one GPU, 4 on the CPU."),
     ] = None,
-    layout: Layouts = None,
-    route: Routes = None,
+    layout: options.Layouts = None,
+    route: options.Routes = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences, or packed documents.")] = 1,
     seqlen: Annotated[
         int | None,
@@ -76,7 +52,7 @@ def ring(
             help="Tokens of each rank; by default those of --cu-seqlens, or 8192, on the CPU 256.",
         ),
     ] = None,
-    cu_seqlens: CuSeqlens = None,
+    cu_seqlens: options.CuSeqlens = None,
     nheads: Annotated[
         int | None, typer.Option(min=1, help="Query heads; 32, on the CPU 4.")
     ] = None,
@@ -84,26 +60,24 @@ def ring(
     headdim: Annotated[
         int | None, typer.Option(min=1, help="Head dimension; 128, on the CPU 32.")
     ] = None,
-    dtype: Dtype = None,
-    causal: Annotated[
-        bool, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
-    ] = True,
-    heads_k_stride: HeadsKStride = None,
-    kernel: Kernels = None,
-    versus: Versus = None,
-    gate: Gate = False,
-    min_speed: MinSpeed = None,
-    max_memory: MaxMemory = None,
-    repeats: Rounds = 9,
-    no_grad: NoGrad = False,
-    device: Device = None,
-    backend: Backend = None,
+    dtype: options.Dtype = None,
+    causal: options.Causal = True,
+    heads_k_stride: options.HeadsKStride = None,
+    kernel: options.Kernels = None,
+    versus: options.Versus = None,
+    gate: options.Gate = False,
+    min_speed: options.MinSpeed = None,
+    max_memory: options.MaxMemory = None,
+    repeats: options.Rounds = 9,
+    no_grad: options.NoGrad = False,
+    device: options.Device = None,
+    backend: options.Backend = None,
     replay: Annotated[
         bool, typer.Option("--replay", help="Replay the ranks on one device, even if ranks could.")
     ] = False,
-    link: LinkName = None,
-    timeout: Timeout = None,
-    json_file: JsonFile = None,
+    link: options.LinkName = None,
+    timeout: options.Timeout = None,
+    json_file: options.JsonFile = None,
 ) -> None:
     """Time distributed functions, and compare them with one device.
 
@@ -138,7 +112,7 @@ def ring(
         offsets = None if cu_seqlens is None else parse_offsets(cu_seqlens)
         selection = choose_targets(
             names or (),
-            _workload(settings, offsets, batch=batch, causal=causal, dtype=dtype, **sizes),
+            _workload(settings, offsets, batch=batch, causal=bool(causal), dtype=dtype, **sizes),
             Placement(settings.world_size, heads_k_stride=heads_k_stride, link=settings.link),
             settings.device,
             cu_seqlens=offsets,

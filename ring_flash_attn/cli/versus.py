@@ -13,24 +13,13 @@ from rich.table import Table
 from ..bench.results import Row
 from ..bench.versus import MEMORY, SPEED, THEORY, Limits, misses
 from ..kernels.base import NATIVE
-from .options import Gate, MaxMemory, MinSpeed, Versus
+from .options import Gate as Gate
+from .options import MaxMemory as MaxMemory
+from .options import MinSpeed as MinSpeed
+from .options import Versus as Versus
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "FAILED",
-    "Gate",
-    "MaxMemory",
-    "MinSpeed",
-    "Versus",
-    "compared",
-    "find_limits",
-    "find_versus",
-    "gigabytes",
-    "make_table",
-    "print_versus",
-]
 
 FAILED = "[bold red]failed[/]"
 _ITERATIONS = 100  # of which the original documents give the seconds
