@@ -121,8 +121,9 @@ def outputs(rank: int, world_size: int, names: tuple[str, ...], workload: Worklo
         made = target(name, workload)
         own = on_rank.call_on_rank(made, rank, CPU)
         for call in (own, on_rank.call_on_one_device(made, CPU)):
-            out, *grads = call.both()
-            torch.testing.assert_close(call.forward(), out)
+            out, *grads = call[BOTH]()
+            torch.testing.assert_close(call[FORWARD](), out)
+            assert not call[FORWARD]().requires_grad
             found.append((out.detach(), grads))
     return found
 
@@ -235,7 +236,7 @@ def test_documents_that_a_function_cannot_take() -> None:
     """Those of 10 and 15 tokens on 2 ranks: some functions need even ones, or an even stream."""
     found = select(cu_seqlens=(0, 10, 25))
     reasons = {each.function.name: why for each, why in found.impossible.items()}
-    uneven = "documents must divide by 2 ranks, but 1 of 2 do not: 15 tokens"
+    uneven = "every document of cu_seqlens must divide by 2 ranks; 1 of 2 do not: 15 tokens"
     assert reasons == {
         "ring_flash_attn_varlen_func": uneven,
         "zigzag_ring_flash_attn_varlen_func": uneven,
@@ -243,7 +244,7 @@ def test_documents_that_a_function_cannot_take() -> None:
         "of 2 ranks",
     }
     assert {each.workload.lengths for each in found.targets} == {(512,), (10, 15)}
-    with pytest.raises(ValueError, match=r"zigzag_ring_flash_attn_varlen_func .*: documents must"):
+    with pytest.raises(ValueError, match=r"zigzag_ring_flash_attn_varlen_func .*: every document"):
         select("zigzag_ring_flash_attn_varlen_func", cu_seqlens=(0, 10, 25))
 
 
@@ -254,7 +255,10 @@ def test_documents_of_any_length_are_timed(tmp_path: Path) -> None:
     options = ("--repeats", "1", "--device", "cpu", "--world-size", "2", "--json", str(file))
     result = rfa(*names, *sizes, *options)
     assert result.exit_code == 0, result.output
-    assert "documents must divide by 2 ranks, but 1 of 2 do not: 9 tokens" in result.output
+    assert (
+        "every document of cu_seqlens must divide by 2 ranks; 1 of 2 do not: 9 tokens"
+        in result.output
+    )
     stripe, failed = load(file).rows[::2]
     check_row(stripe, 2)
     assert stripe.workload["lengths"] == [9, 16]

@@ -42,8 +42,8 @@ def own_arguments(
         if uneven:
             shown = ", ".join(uneven[:_SHOWN]) + ", …" * (len(uneven) > _SHOWN)
             raise ValueError(
-                f"documents must divide by {placement.world_size} ranks, but {len(uneven)} of "
-                f"{len(lengths)} do not: {shown} tokens"
+                f"every document of cu_seqlens must divide by {placement.world_size} ranks; "
+                f"{len(uneven)} of {len(lengths)} do not: {shown} tokens"
             )
         return {"cu_seqlens": cu(local), "max_seqlen": max(local)}
     if signature in ("documents", "single_documents_qkv"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ...comm import agree, check_mode, gather_shards, launch, rank_and_size, res
 from ...plan.steps import Side
 from ..inputs import problem_of
 from ..timing import WARM_UP, Stopwatch, Timing, Work, peak_bytes
-from ..workload import BOTH, Placement, Workload
+from ..workload import BOTH, FORWARD, Placement, Workload
 from .arguments import own_arguments
 from .target import Target
 
@@ -24,78 +25,55 @@ EXPECTED = (torch.OutOfMemoryError, NotImplementedError, ValueError)
 DONE = "done"
 Key = tuple[str, str]  # name of a target or of its base, passes
 Round = dict[Key, float]  # ms
+Calls = dict[str, Callable[[], Any]]  # by passes; they return the output, and the gradients of both
 
 
-class FunctionCall:
-    """A public function with its arguments, to be called again and again.
-
-    Args:
-        function: its name.
-        form: how q, k and v come.
-        workload: sizes.
-        tokens: rows of q, k and v.
-        device: where they lie.
-        arguments: all but q, k, v and the mask.
-    """
-
-    def __init__(
-        self,
-        function: str,
-        form: str,
-        workload: Workload,
-        tokens: int,
-        device: torch.device,
-        arguments: dict[str, Any],
-    ) -> None:
-        (q, k, v), self._dout = workload.tensors(device, tokens)
-        if workload.packed:
-            q, k, v, self._dout = (x.squeeze(0) for x in (q, k, v, self._dout))
-        leaves = {"q": q, "k": k, "v": v}
-        if form.startswith("qkv"):
-            leaves = {"qkv": torch.stack([q, k, v], -3)}
-        elif form.startswith("kv"):
-            leaves = {"q": q, "kv": torch.stack([k, v], -3)}
-        self._leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
-        self._function = getattr(api, function)
-        self._arguments = {**arguments, "causal": workload.causal}
-
-    def forward(self) -> Tensor:
-        """The output; nothing is saved for gradients."""
-        with torch.no_grad():
-            return self._run()
-
-    def both(self) -> tuple[Tensor, ...]:
-        """The output and the gradients."""
-        out = self._run()
-        return out, *torch.autograd.grad(out, list(self._leaves.values()), self._dout)
-
-    def work(self, passes: str) -> Work:
-        """One of the above."""
-        return self.both if passes == BOTH else self.forward
-
-    def _run(self) -> Tensor:
-        out: Tensor = self._function(**self._leaves, **self._arguments)
-        return out
-
-
-def call_on_rank(target: Target, rank: int, device: torch.device) -> FunctionCall:
+def call_on_rank(target: Target, rank: int, device: torch.device) -> Calls:
     """The function itself, on this rank of the default group."""
     function, workload, placement = target.function, target.workload, target.placement
     arguments = own_arguments(function.signature, workload, placement, rank, device)
     if not function.prefix:
         arguments["kernel"] = placement.kernel
     tokens = problem_of(workload, placement).size(Side.QUERY, rank)
-    return FunctionCall(function.name, function.form, workload, tokens, device, arguments)
+    return _calls(function.name, function.form, workload, tokens, device, arguments)
 
 
-def call_on_one_device(target: Target, device: torch.device) -> FunctionCall:
+def call_on_one_device(target: Target, device: torch.device) -> Calls:
     """The same kernel on a rank's own tokens."""
     form, share, signature = target.function.form, target.share, "single"
     if share.packed:
         signature = "single_documents_qkv" if form.startswith("qkv") else "single_documents"
     arguments = own_arguments(signature, share, Placement(1), 0, device)
     arguments["kernel"] = target.placement.kernel
-    return FunctionCall(target.single, form, share, share.seqlen, device, arguments)
+    return _calls(target.single, form, share, share.seqlen, device, arguments)
+
+
+def _calls(
+    name: str,
+    form: str,
+    workload: Workload,
+    tokens: int,
+    device: torch.device,
+    arguments: dict[str, Any],
+) -> Calls:
+    """Calls of a public function with random q, k and v, forward without saving for gradients."""
+    (q, k, v), dout = workload.tensors(device, tokens)
+    if workload.packed:
+        q, k, v, dout = (x.squeeze(0) for x in (q, k, v, dout))
+    leaves: dict[str, Tensor] = {"q": q, "k": k, "v": v}
+    if form.startswith("qkv"):
+        leaves = {"qkv": torch.stack([q, k, v], -3)}
+    elif form.startswith("kv"):
+        leaves = {"q": q, "kv": torch.stack([k, v], -3)}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    run = partial(getattr(api, name), **leaves, **arguments, causal=workload.causal)
+
+    def both() -> tuple[Tensor, ...]:
+        out = run()
+        return out, *torch.autograd.grad(out, list(leaves.values()), dout)
+
+    return {FORWARD: torch.no_grad()(run), BOTH: both}
 
 
 class Group:
@@ -191,13 +169,13 @@ class _Timer:
         """One device works as often in a row as it takes to equal a rank, at the same clocks."""
         if any((target.base, passes) not in self._works for passes in self._passes):
             self._add(target.base, call_on_one_device(target, self._device), self._group.size)
-        call = call_on_rank(target, self._group.rank, self._device)
-        self._add(target.name, call, 1)
-        return Trial({each: peak_bytes(call.work(each), self._device) for each in self._passes})
+        calls = call_on_rank(target, self._group.rank, self._device)
+        self._add(target.name, calls, 1)
+        return Trial({each: peak_bytes(calls[each], self._device) for each in self._passes})
 
-    def _add(self, name: str, call: FunctionCall, often: int) -> None:
+    def _add(self, name: str, calls: Calls, often: int) -> None:
         for passes in self._passes:
-            key, work = (name, passes), call.work(passes)
+            key, work = (name, passes), calls[passes]
             for _ in range(WARM_UP):
                 work()
             self._works[key] = work, often
