@@ -165,8 +165,8 @@ def find_settings(
     check_mode()
     where = find_device(device, "a ring")
     gpus = torch.cuda.device_count() if where.type == "cuda" else 0
-    usual = _RANKS_ON_CPU if where.type == "cpu" else gpus if gpus > 1 else _RANKS_ON_ONE_GPU
-    size = check_world_size(world_size, usual)
+    default = _RANKS_ON_CPU if where.type == "cpu" else gpus if gpus > 1 else _RANKS_ON_ONE_GPU
+    size = check_world_size(world_size, default)
     joined = launch.torchrun_rank() is not None
     if replay or link is not None or (where.type == "cuda" and not joined and gpus < size):
         if joined:
@@ -189,6 +189,6 @@ def _workload(settings: Settings, offsets: tuple[int, ...] | None, **sizes: Any)
         tokens = sum(lengths_of(offsets))
         check_stream(sizes["seqlen"], tokens, world_size)
         sizes["seqlen"] = tokens // world_size
-    given = {name: value for name, value in sizes.items() if value is not None}
-    values = {**_SIZES[settings.device.type], **given}
+    changes = {name: value for name, value in sizes.items() if value is not None}
+    values = {**_SIZES[settings.device.type], **changes}
     return Workload(**{**values, "seqlen": values["seqlen"] * world_size})

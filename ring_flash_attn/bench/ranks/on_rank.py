@@ -190,20 +190,22 @@ class _Timer:
     def _time(self, key: Key) -> Timing:
         """One run of all ranks together, the lead and the wait for the others not counted."""
         work, often = self._works[key]
+
+        def run() -> float:
+            start = time.perf_counter()
+            for _ in range(often):
+                work()
+            return (time.perf_counter() - start) * 1e3 / often
+
         self._watch.lead(self._host.get(key, 1.0) * often)
         self._group.wait_for_all()
-        cuda = self._device.type == "cuda"
-        begin, end = (torch.cuda.Event(enable_timing=True) if cuda else None for _ in range(2))
-        start = time.perf_counter()
-        if begin:
-            begin.record()
-        for _ in range(often):
-            work()
-        if end:
-            end.record()
-        host = (time.perf_counter() - start) * 1e3 / often
-        if begin is None or end is None:
+        if self._device.type != "cuda":
+            host = run()
             return Timing(host, host)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        host = run()
+        end.record()
         end.synchronize()
         return Timing(begin.elapsed_time(end) / often, host)
 
