@@ -20,16 +20,21 @@ from ranks import Ranks
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FAMILIES
-from ring_flash_attn.bench.ranks import Size, Target, make_target, measure, on_rank, with_kernel
-from ring_flash_attn.bench.ranks.calls import Place, on_one_device
-from ring_flash_attn.bench.ranks.calls import on_rank as call_on_rank
-from ring_flash_attn.bench.ranks.meeting import DONE, Meeting
+from ring_flash_attn.bench import machine, pace
+from ring_flash_attn.bench.inputs import problem_of
+from ring_flash_attn.bench.ranks import (
+    Selection,
+    Settings,
+    Target,
+    choose_targets,
+    measure,
+    on_rank,
+)
 from ring_flash_attn.bench.report import Replay
 from ring_flash_attn.bench.results import BOTH, FORWARD, Row, load
 from ring_flash_attn.bench.versus import Limits, beside, misses
-from ring_flash_attn.cli.ring import ring
-from ring_flash_attn.cli.ringing import way
-from ring_flash_attn.cli.ringing.choices import Asked, choose_targets
+from ring_flash_attn.bench.workload import Placement, Workload
+from ring_flash_attn.cli.ring import find_settings, ring
 from ring_flash_attn.kernels import base, reference
 from ring_flash_attn.plan.build import make_plan
 
@@ -38,7 +43,8 @@ app.command()(ring)
 
 SHAPE = ("--seqlen", "12", "--nheads", "4", "--nheads-k", "2", "--headdim", "8")
 HERE = (*SHAPE, "--repeats", "2", "--device", "cpu", "--world-size", "2")
-SIZE = Size(2, 12, None, 4, 2, 8, torch.float64, causal=True)
+BATCH = Workload(2, 24, 4, 2, 8, causal=True, dtype="float64")
+DOCUMENTS = replace(BATCH, batch=1, cu_seqlens=(0, 10, 24))
 CPU = torch.device("cpu")
 
 
@@ -47,38 +53,21 @@ def rfa(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "180"})
 
 
-def target(name: str, size: Size = SIZE, world_size: int = 2, **changes: Any) -> Target:
-    """A function of this library on the CPU."""
-    family, form = next(
-        (family, form)
-        for family in FAMILIES
-        for form in family.forms
-        if "_".join(part for part in (family.name, form) if part) == name
-    )
-    given = {
-        "layout": family.layout,
-        "route": family.route,
-        "packed": family.packed,
-        "kernel": "auto",
-        "takes_kernel": True,
-        **changes,
-    }
-    signature = family.signature.__name__
-    made = make_target(name, form, signature, size=size, world_size=world_size, device=CPU, **given)
-    return with_kernel(made)
+def target(name: str, workload: Workload = BATCH) -> Target:
+    """A function of this library on two ranks of the CPU."""
+    documents = workload.cu_seqlens
+    (found,) = choose_targets(
+        (name,), replace(workload, cu_seqlens=None), Placement(2), CPU, cu_seqlens=documents
+    ).targets
+    return found
 
 
-def asked(**changes: Any) -> Asked:
-    names = ("names", "layouts", "routes")
-    sizes = ("seqlen", "cu_seqlens", "nheads", "nheads_k", "headdim", "dtype", "heads_k_stride")
-    empty = {**dict.fromkeys(names, ()), **dict.fromkeys(sizes)}
-    given = {"batch": 1, "causal": True, "kernels": ("auto",), "versus": "", **changes}
-    return Asked(**{**empty, **given})
+def select(*names: str, **options: Any) -> Selection:
+    return choose_targets(names, Workload(1, 512, 4, 2, 32, True), Placement(2), CPU, **options)
 
 
-def chosen(**changes: Any) -> list[Target]:
-    ranks = way.find_way(2, "cpu", None, False, None, None)
-    return list(choose_targets(asked(**changes), ranks).targets)
+def chosen(*names: str, **options: Any) -> list[Target]:
+    return list(select(*names, **options).targets)
 
 
 # What is timed.
@@ -87,8 +76,8 @@ def chosen(**changes: Any) -> list[Target]:
 def test_by_default_there_is_one_function_for_each_layout_and_route() -> None:
     found = chosen()
     families = [family for family in FAMILIES if family.layout]
-    assert len({each.function for each in found}) == len(found) == len(families)
-    assert {(t.scenario.layout, t.scenario.route, t.scenario.packed) for t in found} == {
+    assert len({each.function.name for each in found}) == len(found) == len(families)
+    assert {(t.placement.layout, t.placement.route, t.workload.packed) for t in found} == {
         (family.layout, family.route, family.packed) for family in families
     }
 
@@ -96,75 +85,77 @@ def test_by_default_there_is_one_function_for_each_layout_and_route() -> None:
 def test_names_patterns_and_points() -> None:
     forms = ("func", "kvpacked_func", "qkvpacked_func")
     stripes = [f"stripe_flash_attn_{pack}{form}" for pack in ("", "varlen_") for form in forms]
-    assert [each.function for each in chosen(names=("stripe_*",))] == stripes
-    anywhere = chosen(names=("ring_attention",), routes=("all_gather",))
+    assert [each.function.name for each in chosen("stripe_*")] == stripes
+    anywhere = chosen("ring_attention", routes=("all_gather",))
     assert len({each.name for each in anywhere}) == 6  # layouts
-    assert [each.scenario.packed for each in anywhere] == [
-        each.scenario.layout.startswith("flat_") for each in anywhere
+    assert [each.workload.packed for each in anywhere] == [
+        each.placement.layout.startswith("flat_") for each in anywhere
     ]
 
 
 def test_packed_tensors_have_as_many_kv_heads_and_documents_are_sequences() -> None:
-    assert target("stripe_flash_attn_qkvpacked_func").scenario.nheads_k == 4
+    assert target("stripe_flash_attn_qkvpacked_func").workload.nheads_k == 4
     varlen = target("stripe_flash_attn_varlen_func")
-    assert (varlen.scenario.lengths, varlen.scenario.batch) == ((12, 12), 1)
-    documents = target("llama3_flash_attn_varlen_func", replace(SIZE, cu_seqlens=(0, 5, 12)))
-    assert (documents.scenario.lengths, documents.scenario.heads_k_stride) == ((5, 7), 2)
-    assert documents.alone == "flash_attn_varlen_func"
-    assert target("ring_flash_attn_qkvpacked_func_v2").alone == "flash_attn_qkvpacked_func"
+    assert (varlen.workload.lengths, varlen.workload.batch) == ((24, 24), 1)
+    assert varlen.share.lengths == (12, 12)
+    documents = target("llama3_flash_attn_varlen_func", DOCUMENTS)
+    assert (documents.workload.lengths, documents.placement.heads_k_stride) == ((10, 14), 2)
+    assert documents.share.lengths == (5, 7)
+    assert documents.single == "flash_attn_varlen_func"
+    assert target("ring_flash_attn_qkvpacked_func_v2").single == "flash_attn_qkvpacked_func"
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_flops_are_those_of_all_ranks_divided(causal: bool) -> None:
-    size = replace(SIZE, cu_seqlens=(0, 5, 12), causal=causal)
-    scenario = target("zigzag_ring_flash_attn_varlen_func", size).scenario
-    ranks = [make_plan("ring", scenario.problem, rank) for rank in range(2)]
-    pairs = sum(scenario.pairs(plan) for plan in ranks)
-    found = target("zigzag_ring_flash_attn_varlen_func", size)
-    assert found.flops(FORWARD) == 4 * 8 * pairs / 2
+    found = target("zigzag_ring_flash_attn_varlen_func", replace(DOCUMENTS, causal=causal))
+    problem = problem_of(found.workload, found.placement)
+    pairs = sum(make_plan("ring", problem, rank).pairs for rank in range(2))  # of 2 KV heads
+    assert found.flops(FORWARD) == 4 * 8 * 2 * pairs / 2
     assert found.flops(BOTH) == 3.5 * found.flops(FORWARD)
 
 
-def outputs(rank: int, world_size: int, names: tuple[str, ...], size: Size) -> list[Any]:
+def outputs(rank: int, world_size: int, names: tuple[str, ...], workload: Workload) -> list[Any]:
     """Outputs and gradients of each function, and of its base."""
-    place, found = Place(rank, world_size, CPU), []
+    found = []
     for name in names:
-        made = target(name, size, world_size)
-        for call in (call_on_rank(made, place), on_one_device(made, place)):
-            out, *grads = call.both()
-            torch.testing.assert_close(call.forward(), out)
+        made = target(name, workload)
+        own = on_rank.call_on_rank(made, rank, CPU)
+        for call in (own, on_rank.call_on_one_device(made, CPU)):
+            out, *grads = call[BOTH]()
+            torch.testing.assert_close(call[FORWARD](), out)
+            assert not call[FORWARD]().requires_grad
             found.append((out.detach(), grads))
     return found
 
 
 def test_calls_compute_attention_of_the_shards(ranks: Callable[[int], Ranks]) -> None:
     """With the same data on every rank, full attention is that of one device."""
-    size = replace(SIZE, causal=False, cu_seqlens=(0, 5, 12))
-    names = (
-        "ring_flash_attn_kvpacked_func",
-        "ring_flash_attn_qkvpacked_func_v2",
+    batches = ("ring_flash_attn_kvpacked_func", "ring_flash_attn_qkvpacked_func_v2")
+    packed = (
         "zigzag_ring_flash_attn_varlen_func",
         "stripe_flash_attn_varlen_qkvpacked_func",
         "zigzag_llama3_flash_attn_varlen_func",
     )
-    for found in ranks(2).run(outputs, names, size):
-        for (spread, grads), (alone, alone_grads) in zip(found[::2], found[1::2], strict=True):
-            torch.testing.assert_close(spread, alone)
-            for ours, theirs in zip(grads, alone_grads, strict=True):
-                torch.testing.assert_close(ours, theirs)
+    for names, workload in ((batches, BATCH), (packed, DOCUMENTS)):
+        for found in ranks(2).run(outputs, names, replace(workload, causal=False)):
+            for (spread, grads), (single, single_grads) in zip(
+                found[::2], found[1::2], strict=True
+            ):
+                torch.testing.assert_close(spread, single)
+                for ours, theirs in zip(grads, single_grads, strict=True):
+                    torch.testing.assert_close(ours, theirs)
 
 
 def test_theoretic_is_one_device_times_ranks_and_the_slowest_rank_counts() -> None:
     made = target("ring_flash_attn_func")
-    settings = measure.Settings(2, "cpu", "gloo", repeats=2, grad=False)
-    run = measure._Run([made], settings, lambda line: None)
-    run._trials = [[on_rank.Trial({FORWARD: size}) for size in (5, 7)]]
+    settings = Settings(2, CPU, "gloo", repeats=2, grad=False)
+    trials = [on_rank.Trial({FORWARD: size}) for size in (5, 7)]
     own, base = (made.name, FORWARD), (made.base, FORWARD)
-    run._rounds = [
+    rounds = [
         [{own: 10.0, base: 1.0}, {own: 12.0, base: 2.0}],
         [{own: 15.0, base: 3.0}, {own: 11.0, base: 9.0}],
     ]
-    timed = run.timed(made)[FORWARD]
+    timed = measure.slowest_rank(made, settings, trials, rounds)[FORWARD]
     assert timed.samples_ms == (12.0, 15.0)
     assert timed.theoretic_ms == 2 * statistics.median((1.0, 2.0, 3.0, 9.0))
     assert timed.peak_bytes == 7
@@ -186,7 +177,7 @@ def check_row(row: Row, world_size: int) -> None:
 def test_two_new_ranks(tmp_path: Path) -> None:
     file = tmp_path / "new" / "ring.json"
     names = ("zigzag_ring_flash_attn_func", "llama3_flash_attn_varlen_func")
-    result = rfa(*names, *HERE, "--cu-seqlens", "0,5,12", "--json", str(file))
+    result = rfa(*names, *HERE, "--cu-seqlens", "0,10,24", "--json", str(file))
     assert result.exit_code == 0, result.output
     for words in (
         "2 ranks in new processes over gloo, cpu",
@@ -209,7 +200,7 @@ def test_two_new_ranks(tmp_path: Path) -> None:
         assert f"{row.ms:.3f}" in result.output
     assert written.rows[0].placement["sources_per_launch"] == 4
     assert written.rows[2].placement["heads_k_stride"] == 2
-    assert written.rows[2].workload["lengths"] == [5, 7]
+    assert written.rows[2].workload["lengths"] == [10, 14]
 
 
 def test_a_replay_says_so(tmp_path: Path) -> None:
@@ -233,7 +224,7 @@ def test_a_replay_says_so(tmp_path: Path) -> None:
 def test_a_replay_is_of_the_ranks_that_matter(tmp_path: Path) -> None:
     """Documents of 36 and 12 tokens, laid out in one piece: the third of 4 ranks has most pairs."""
     file = tmp_path / "ring.json"
-    sizes = ("--world-size", "4", "--cu-seqlens", "0,9,12", "--nheads", "2", "--nheads-k", "1")
+    sizes = ("--world-size", "4", "--cu-seqlens", "0,36,48", "--nheads", "2", "--nheads-k", "1")
     options = ("--headdim", "8", "--repeats", "1", "--replay", "--no-grad", "--json", str(file))
     result = rfa("llama3_flash_attn_varlen_func", *sizes, *options)
     assert result.exit_code == 0, result.output
@@ -241,21 +232,55 @@ def test_a_replay_is_of_the_ranks_that_matter(tmp_path: Path) -> None:
     assert [each.rank for each in found.ours.ranks] == [0, 2, 3]
 
 
+def test_documents_that_a_function_cannot_take() -> None:
+    """Those of 10 and 15 tokens on 2 ranks: some functions need even ones, or an even stream."""
+    found = select(cu_seqlens=(0, 10, 25))
+    reasons = {each.function.name: why for each, why in found.impossible.items()}
+    uneven = "every document of cu_seqlens must divide by 2 ranks; 1 of 2 do not: 15 tokens"
+    assert reasons == {
+        "ring_flash_attn_varlen_func": uneven,
+        "zigzag_ring_flash_attn_varlen_func": uneven,
+        "llama3_flash_attn_varlen_func": "cu_seqlens ends at 25, which must be a positive multiple "
+        "of 2 ranks",
+    }
+    assert {each.workload.lengths for each in found.targets} == {(512,), (10, 15)}
+    with pytest.raises(ValueError, match=r"zigzag_ring_flash_attn_varlen_func .*: every document"):
+        select("zigzag_ring_flash_attn_varlen_func", cu_seqlens=(0, 10, 25))
+
+
+def test_documents_of_any_length_are_timed(tmp_path: Path) -> None:
+    file = tmp_path / "ring.json"
+    names = ("zigzag_ring_flash_attn_varlen_func", "stripe_flash_attn_varlen_func")
+    sizes = ("--cu-seqlens", "0,9,25", "--nheads", "4", "--nheads-k", "2", "--headdim", "8")
+    options = ("--repeats", "1", "--device", "cpu", "--world-size", "2", "--json", str(file))
+    result = rfa(*names, *sizes, *options)
+    assert result.exit_code == 0, result.output
+    assert (
+        "every document of cu_seqlens must divide by 2 ranks; 1 of 2 do not: 9 tokens"
+        in result.output
+    )
+    stripe, failed = load(file).rows[::2]
+    check_row(stripe, 2)
+    assert stripe.workload["lengths"] == [9, 16]
+    assert failed.placement["function"] == names[0]
+    assert failed.failed
+
+
 def test_a_layout_and_route_that_no_function_is_named_after() -> None:
     (found,) = chosen(layouts=("stripe",), routes=("all_gather",))
-    assert found.function == "ring_attention"
-    assert (found.scenario.layout, found.scenario.route) == ("stripe", "all_gather")
+    assert found.function.name == "ring_attention"
+    assert (found.placement.layout, found.placement.route) == ("stripe", "all_gather")
 
 
 def test_a_link_means_a_replay() -> None:
-    found = way.find_way(2, "cpu", None, False, "pcie5", None)
+    found = find_settings(2, "cpu", link="pcie5")
     assert found.is_replay
     assert found.link is not None
     assert found.link.name == "pcie5"
 
 
 def test_the_backend_that_is_used() -> None:
-    both = way.Way(2, torch.device("cuda", 0), "cpu:gloo,cuda:nccl", None, 1.0)
+    both = Settings(2, torch.device("cuda", 0), "cpu:gloo,cuda:nccl")
     assert both.used_backend == "nccl"
     assert replace(both, backend="nccl").used_backend == "nccl"
     assert replace(both, backend=None).used_backend is None
@@ -283,18 +308,18 @@ def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(way, "find_device", lambda device, what: torch.device("cuda", 0))
-    monkeypatch.setattr(way, "check_link", lambda link, device: None)
+    monkeypatch.setattr(machine, "find_device", lambda device, what: torch.device("cuda", 0))
+    monkeypatch.setattr(pace, "check_link", lambda link, device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert way.find_way(None, None, None, False, "nvlink4", None).world_size == 8
-    one = way.find_way(1, None, None, False, None, None)
+    assert find_settings(link="nvlink4").world_size == 8
+    one = find_settings(1)
     assert (one.is_replay, one.backend) == (False, "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    four = way.find_way(None, None, None, False, None, None)
+    four = find_settings()
     assert (four.world_size, four.is_replay) == (4, False)
-    assert way.find_way(5, None, None, False, None, None).is_replay
+    assert find_settings(5).is_replay
     with pytest.raises(ValueError, match=r"--backend nccl: this is a replay"):
-        way.find_way(5, None, "nccl", False, None, None)
+        find_settings(5, backend="nccl")
 
 
 @pytest.mark.parametrize(
@@ -317,7 +342,15 @@ def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> 
         (("--dtype", "int8"), "int8"),
         (("--cu-seqlens", "0,x"), "0,x"),
         (("--cu-seqlens", "3,4"), "3,4"),
-        (("ring_flash_attn_func", "--cu-seqlens", "0,5"), "0,5"),
+        (("ring_flash_attn_func", "--cu-seqlens", "0,48"), "0,48: none of the functions is for"),
+        (
+            ("--cu-seqlens", "0,5,12"),
+            "ends at 12, but 4 ranks of --seqlen 12 hold 48 tokens",
+        ),
+        (("--cu-seqlens", "0,5,12"), "offsets are of the whole stream"),
+        (("--cu-seqlens", "0,5,47"), "ends at 47, but 4 ranks of --seqlen 12 hold 48 tokens"),
+        (("--cu-seqlens", "0,3"), "ends at 3: fewer tokens than 4 ranks"),
+        (("llama3_*", "--cu-seqlens", "0,5,48", "--batch", "2"), "--batch 2: --cu-seqlens says"),
         (("--heads-k-stride", "3"), "heads_k_stride"),
         (("ring_flash_attn_func", "--heads-k-stride", "1"), "no function gathers"),
         (("--nheads", "3"), "multiple"),
@@ -432,24 +465,23 @@ def test_kernels_beside_each_other_on_ranks(
 def test_a_function_whose_kernel_cannot_run_is_refused() -> None:
     names = ("triton_ring_flash_attn_func", "ring_flash_attn_func")
     with pytest.raises(NotImplementedError, match="triton_ring_flash_attn_func can do none"):
-        chosen(names=names, versus="reference")
+        chosen(*names, versus="reference")
 
 
 def test_a_function_that_fixes_its_kernel_is_compared_with_its_twin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(base, "why_not", lambda name, call: [])
-    ranks = way.find_way(2, "cpu", None, False, None, None)
-    names = ("triton_ring_flash_attn_func",)
-    found = choose_targets(asked(names=names, versus="reference"), ranks)
+    found = select("triton_ring_flash_attn_func", versus="reference")
     twin, own = (each.name for each in found.targets)
-    assert (twin, own) == ("ring_flash_attn_func (reference)", f"{names[0]} (triton)")
+    assert twin == "ring_flash_attn_func (reference)"
+    assert own == "triton_ring_flash_attn_func (triton)"
     assert found.baselines == {twin: twin, own: twin}
 
 
 def test_the_same_kernel_by_two_names_is_timed_once() -> None:
-    (found,) = chosen(names=("ring_flash_attn_func",), kernels=("auto", "reference"), versus="auto")
-    assert found.scenario.kernel == "reference"
+    (found,) = chosen("ring_flash_attn_func", kernels=("auto", "reference"), versus="auto")
+    assert found.placement.kernel == "reference"
 
 
 def row(kernel: str, ms: float, peak: int | None, **values: float) -> Row:
@@ -484,14 +516,14 @@ NAMES = ("ring_flash_attn_func", "stripe_flash_attn_func", "zigzag_ring_flash_at
 
 def too_large(rank: int, world_size: int, *args: Any) -> Body:
     """On every rank there is no memory for stripes."""
-    inner = on_rank.on_rank
+    inner = on_rank.call_on_rank
 
-    def make(made: Target, place: Place) -> Any:
+    def make(made: Target, rank: int, device: torch.device) -> Any:
         if "stripe" in made.name:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB.")
-        return inner(made, place)
+        return inner(made, rank, device)
 
-    on_rank.on_rank = make
+    on_rank.call_on_rank = make
     yield from on_rank.measure_on_rank(rank, world_size, *args)
 
 
@@ -542,10 +574,10 @@ def test_a_rank_that_dies_while_timing_ends_the_run(monkeypatch: pytest.MonkeyPa
 
 def meets(rank: int, world_size: int) -> list[str]:
     """What comes of trials: all done, all failed, and one failed."""
-    meeting, found = Meeting(CPU), []
-    for outcome in (DONE, "OutOfMemoryError", DONE if rank else "OutOfMemoryError"):
+    group, found, done = on_rank.Group(CPU), [], on_rank.DONE
+    for outcome in (done, "OutOfMemoryError", done if rank else "OutOfMemoryError"):
         try:
-            meeting.agree_on("a function", outcome)
+            group.agree_on("a function", outcome)
             found.append("agreed")
         except ValueError as error:
             found.append(str(error))
@@ -556,7 +588,7 @@ def test_ranks_agree_on_what_failed(ranks: Callable[[int], Ranks]) -> None:
     for first, second, third in ranks(2).run(meets):
         assert (first, second) == ("agreed", "agreed")
         assert 'outcome = "OutOfMemoryError" on rank 0' in third
-        assert f'outcome = "{DONE}" on rank 1' in third
+        assert f'outcome = "{on_rank.DONE}" on rank 1' in third
 
 
 @pytest.mark.gpu

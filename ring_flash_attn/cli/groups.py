@@ -7,45 +7,45 @@ import os
 BACKENDS = ("gloo", "nccl")
 
 
-def check_world_size(given: int | None, usual: int) -> int:
-    """torchrun's, or what the user says, or the usual one; ValueError if the first two differ."""
+def check_world_size(world_size: int | None, default: int) -> int:
+    """torchrun's, or the user's, or the default; ValueError if the first two differ."""
     from ..comm import launch
 
     joined = launch.torchrun_rank()
     if joined is None:
-        return usual if given is None else given
-    if given not in (None, joined[1]):
-        raise ValueError(f"--world-size {given}: torchrun has started {joined[1]} ranks")
+        return default if world_size is None else world_size
+    if world_size not in (None, joined[1]):
+        raise ValueError(f"--world-size {world_size}: torchrun has started {joined[1]} ranks")
     return joined[1]
 
 
-def check_timeout(given: float | None, usual: float) -> float:
+def check_timeout(timeout: float | None, default: float) -> float:
     """ValueError for one that would mean nothing."""
     from ..comm import launch
 
-    if given is None:
-        return usual
-    if not given > 0:
-        raise ValueError(f"--timeout must be positive, not {given:g}")
+    if timeout is None:
+        return default
+    if not timeout > 0:
+        raise ValueError(f"--timeout must be positive, not {timeout:g}")
     if launch.torchrun_rank() is not None:
-        raise ValueError(f"--timeout {given:g}: torchrun itself watches the ranks it started")
-    return given
+        raise ValueError(f"--timeout {timeout:g}: torchrun itself watches the ranks it started")
+    return timeout
 
 
-def check_backend(given: str | None, device: str, world_size: int) -> str:
+def check_backend(backend: str | None, device: str, world_size: int) -> str:
     """The backend of the group; ValueError for one that there is not, or not here."""
     import torch
 
     from ..comm import launch
 
-    if given is None:
+    if backend is None:
         return launch.default_backend(device, world_size)
-    if given not in BACKENDS:
-        raise ValueError(f"unknown backend {given!r}; choose one of {', '.join(BACKENDS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if given == "nccl" and (device == "cpu" or torch.cuda.device_count() < here):
+    if backend == "nccl" and (device == "cpu" or torch.cuda.device_count() < here):
         raise ValueError(f"--backend nccl needs a GPU for each of {here} ranks")
-    return given
+    return backend
 
 
 def check_no_group(why: str, backend: str | None, timeout: float | None) -> None:
@@ -59,3 +59,16 @@ def check_lengths(seqlen: int | None, cu_seqlens: str | None) -> None:
     """ValueError if both are given: they say the same thing."""
     if seqlen is not None and cu_seqlens is not None:
         raise ValueError(f"--seqlen {seqlen} and --cu-seqlens {cu_seqlens}: give one of them")
+
+
+def check_stream(seqlen: int | None, tokens: int, world_size: int) -> None:
+    """ValueError unless so many tokens of --cu-seqlens are --seqlen of each rank, where given."""
+    if tokens < world_size:
+        raise ValueError(f"--cu-seqlens ends at {tokens}: fewer tokens than {world_size} ranks")
+    if seqlen is None or tokens == seqlen * world_size:
+        return
+    message = f"--cu-seqlens ends at {tokens}, but {world_size} ranks of --seqlen {seqlen}"
+    message += f" hold {seqlen * world_size} tokens"
+    if tokens == seqlen:
+        message += "; since this version offsets are of the whole stream, not of a rank's shard"
+    raise ValueError(message)

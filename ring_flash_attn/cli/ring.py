@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.link import LINKS, NONE
+from ..bench.link import NONE, find_link
 from ..bench.results import check_output
-from ..kernels.base import AUTO, NATIVE, kernel_names
-from ..plan import routes as _routes  # registers them
-from ..plan.build import route_names
-from ..plan.layout import layout_names
+from ..bench.workload import Placement, Workload, lengths_of
+from ..kernels.base import AUTO
+from . import options
+from .groups import check_backend, check_no_group, check_stream, check_timeout, check_world_size
 from .measuring import write
-from .screen import screen
-from .versus import Gate, MaxMemory, MinSpeed, Versus, find_limits, find_versus
+from .screen import screen, status
+from .versus import compared, find_limits, find_versus
+from .workloads import parse_offsets
 
-del _routes
+if TYPE_CHECKING:
+    from ..bench.ranks import Settings
+
+_TIMEOUT = 300.0
+_RANKS_ON_ONE_GPU, _RANKS_ON_CPU = 8, 4
+_SIZES: dict[str, dict[str, Any]] = {
+    "cuda": {"seqlen": 8192, "nheads": 32, "nheads_k": 8, "headdim": 128, "dtype": "bfloat16"},
+    "cpu": {"seqlen": 256, "nheads": 4, "nheads_k": 2, "headdim": 32, "dtype": "float32"},
+}
 
 Names = Annotated[
     list[str] | None,
@@ -34,20 +42,17 @@ def ring(
         int | None,
         typer.Option(min=1, help="Ranks; by default as many as GPUs, 8 for one GPU, 4 on the CPU."),
     ] = None,
-    layout: Annotated[
-        list[str] | None, typer.Option(help=f"Only these: {', '.join(layout_names())}.")
-    ] = None,
-    route: Annotated[
-        list[str] | None, typer.Option(help=f"Only these: {', '.join(route_names())}.")
-    ] = None,
+    layout: options.Layouts = None,
+    route: options.Routes = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences, or packed documents.")] = 1,
     seqlen: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each rank; 8192, on the CPU 256.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of each rank; by default those of --cu-seqlens, or 8192, on the CPU 256.",
+        ),
     ] = None,
-    cu_seqlens: Annotated[
-        str | None,
-        typer.Option(help="Of packed functions: offsets in each rank's shard, as 0,3104,8192."),
-    ] = None,
+    cu_seqlens: options.CuSeqlens = None,
     nheads: Annotated[
         int | None, typer.Option(min=1, help="Query heads; 32, on the CPU 4.")
     ] = None,
@@ -55,45 +60,24 @@ def ring(
     headdim: Annotated[
         int | None, typer.Option(min=1, help="Head dimension; 128, on the CPU 32.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp32 or fp64; bf16, on the CPU fp32.")
-    ] = None,
-    causal: Annotated[
-        bool, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
-    ] = True,
-    heads_k_stride: Annotated[
-        int | None, typer.Option(min=1, help="KV heads that are gathered together; all.")
-    ] = None,
-    kernel: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Each of these: {', '.join((AUTO, NATIVE, *kernel_names()))}."),
-    ] = None,
-    versus: Versus = None,
-    gate: Gate = False,
-    min_speed: MinSpeed = None,
-    max_memory: MaxMemory = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the medians.")] = 9,
-    no_grad: Annotated[bool, typer.Option("--no-grad", help="Forward only.")] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU.")
-    ] = None,
-    backend: Annotated[
-        str | None, typer.Option(help="gloo or nccl; by default nccl where each rank has a GPU.")
-    ] = None,
+    dtype: options.Dtype = None,
+    causal: options.Causal = True,
+    heads_k_stride: options.HeadsKStride = None,
+    kernel: options.Kernels = None,
+    versus: options.Versus = None,
+    gate: options.Gate = False,
+    min_speed: options.MinSpeed = None,
+    max_memory: options.MaxMemory = None,
+    repeats: options.Rounds = 9,
+    no_grad: options.NoGrad = False,
+    device: options.Device = None,
+    backend: options.Backend = None,
     replay: Annotated[
         bool, typer.Option("--replay", help="Replay the ranks on one device, even if ranks could.")
     ] = False,
-    link: Annotated[
-        str | None,
-        typer.Option(help=f"Of replays, emulated: {', '.join(LINKS)}; {NONE}: costs nothing."),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds that a rank may take to try a function, or for a round; 300."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything to this file.")
-    ] = None,
+    link: options.LinkName = None,
+    timeout: options.Timeout = None,
+    json_file: options.JsonFile = None,
 ) -> None:
     """Time distributed functions, and compare them with one device.
 
@@ -106,52 +90,105 @@ def ring(
     rfa ring --world-size 8
     rfa ring zigzag_ring_flash_attn_func 'stripe_*' --seqlen 16384 --no-grad
     rfa ring --world-size 8 --link nvlink4 --json ring.json
-    rfa ring llama3_flash_attn_varlen_func --cu-seqlens 0,3104,8192
+    rfa ring llama3_flash_attn_varlen_func --world-size 8 --cu-seqlens 0,3104,65536
     rfa ring --kernel triton --kernel native --gate --min-speed 0.6 --max-memory 1.2
     torchrun --nproc_per_node 8 -m ring_flash_attn.cli ring --repeats 20
     """
+    from ..bench.machine import make_results
+    from ..bench.ranks import choose_targets, time_targets
     from ..comm import launch
-    from .ringing.choices import Asked, choose_targets
-    from .ringing.run import run
-    from .ringing.tables import print_findings
-    from .ringing.way import find_way
+    from .ring_tables import print_rows
 
     kernels, baseline = find_versus(kernel or [AUTO], versus)
-    asked = Asked(
-        names=tuple(names or ()),
-        layouts=tuple(layout or ()),
-        routes=tuple(route or ()),
-        batch=batch,
-        seqlen=seqlen,
-        cu_seqlens=cu_seqlens,
-        nheads=nheads,
-        nheads_k=nheads_k,
-        headdim=headdim,
-        dtype=dtype,
-        causal=causal,
-        heads_k_stride=heads_k_stride,
-        kernels=kernels,
-        versus=baseline,
-    )
-    ranks = launch.torchrun_rank()
-    speaks = ranks is None or ranks[0] == 0
+    joined = launch.torchrun_rank()
+    speaks = joined is None or joined[0] == 0
+    sizes = {"seqlen": seqlen, "nheads": nheads, "nheads_k": nheads_k, "headdim": headdim}
     try:
         check_output(json_file if speaks else None)
-        way = find_way(world_size, device, backend, replay, link, timeout)
-        limits = find_limits(gate, min_speed, max_memory, baseline, way.device)
-        chosen = choose_targets(asked, way)
-        if limits is not None and all(name == base for name, base in chosen.baselines.items()):
+        settings = find_settings(
+            world_size, device, backend, replay, link, timeout, repeats, not no_grad
+        )
+        limits = find_limits(gate, min_speed, max_memory, baseline, settings.device)
+        offsets = None if cu_seqlens is None else parse_offsets(cu_seqlens)
+        selection = choose_targets(
+            names or (),
+            _workload(settings, offsets, batch=batch, causal=bool(causal), dtype=dtype, **sizes),
+            Placement(settings.world_size, heads_k_stride=heads_k_stride, link=settings.link),
+            settings.device,
+            cu_seqlens=offsets,
+            layouts=layout or (),
+            routes=route or (),
+            kernels=kernels,
+            versus=baseline,
+        )
+        if limits is not None and all(name == of for name, of in selection.baselines.items()):
             raise ValueError(f"--versus {baseline}: every --kernel is the same one here")
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
     console = screen(quiet=not speaks)
     try:
-        found = run(chosen, way, repeats, not no_grad, limits, console)
+        with status(console, "replaying" if settings.is_replay else "timing") as report:
+            rows, replays = time_targets(selection, settings, report)
     except launch.RanksFailed as failure:
         console.print(f"nothing could be timed: {failure}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    passed = print_findings(console, found)
+    passed = print_rows(console, rows, settings, baseline, selection.baselines, limits)
     if speaks:
-        write(console, found.results(), json_file)
-    failed = all(finding.failed for finding in found.findings)
+        details = {"replays": {name: each.to_dict() for name, each in replays.items()}}
+        how = {"repeats": repeats, **compared(baseline, limits)}
+        results = make_results(
+            list(rows.values()), settings.device, how, details=details if replays else {}
+        )
+        write(console, results, json_file)
+    failed = all(row.failed for row in rows.values())
     raise typer.Exit(int(failed or not passed))
+
+
+def find_settings(
+    world_size: int | None = None,
+    device: str | None = None,
+    backend: str | None = None,
+    replay: bool = False,
+    link: str | None = None,
+    timeout: float | None = None,
+    repeats: int = 9,
+    grad: bool = True,
+) -> Settings:
+    """torchrun's ranks, new ones, or a replay; ValueError for options that do not go together."""
+    import torch
+
+    from ..bench.machine import find_device
+    from ..bench.pace import check_link
+    from ..bench.ranks import Settings
+    from ..comm import check_mode, launch
+
+    check_mode()
+    where = find_device(device, "a ring")
+    gpus = torch.cuda.device_count() if where.type == "cuda" else 0
+    default = _RANKS_ON_CPU if where.type == "cpu" else gpus if gpus > 1 else _RANKS_ON_ONE_GPU
+    size = check_world_size(world_size, default)
+    joined = launch.torchrun_rank() is not None
+    if replay or link is not None or (where.type == "cuda" and not joined and gpus < size):
+        if joined:
+            raise ValueError("--replay and --link need one process: start it without torchrun")
+        check_no_group("this is a replay on one device", backend, timeout)
+        emulated = find_link(NONE if link is None else link)
+        check_link(emulated, where)
+        return Settings(size, where, None, emulated, repeats, grad)
+    patience = check_timeout(timeout, _TIMEOUT)
+    if device is not None and ":" in device:
+        raise ValueError(f"--device {device}: ranks take GPUs in turn; say cuda")
+    group = check_backend(backend, where.type, size)
+    return Settings(size, where, group, None, repeats, grad, patience)
+
+
+def _workload(settings: Settings, offsets: tuple[int, ...] | None, **sizes: Any) -> Workload:
+    """Of functions for batches, over all ranks; --seqlen is that of a rank."""
+    world_size = settings.world_size
+    if offsets is not None:
+        tokens = sum(lengths_of(offsets))
+        check_stream(sizes["seqlen"], tokens, world_size)
+        sizes["seqlen"] = tokens // world_size
+    changes = {name: value for name, value in sizes.items() if value is not None}
+    values = {**_SIZES[settings.device.type], **changes}
+    return Workload(**{**values, "seqlen": values["seqlen"] * world_size})

@@ -1,12 +1,11 @@
-"""Several kernels: which cannot run here, the baseline of the others, its table and gates."""
+"""Several kernels: the baseline of the others, its table, and the verdict of a gate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -14,30 +13,15 @@ from rich.table import Table
 from ..bench.results import Row
 from ..bench.versus import MEMORY, SPEED, THEORY, Limits, misses
 from ..kernels.base import NATIVE
+from .options import Gate as Gate
+from .options import MaxMemory as MaxMemory
+from .options import MinSpeed as MinSpeed
+from .options import Versus as Versus
 
 if TYPE_CHECKING:
     import torch
 
-Versus = Annotated[
-    str | None,
-    typer.Option(help="Kernel to compare others with; native if it is one of them, or the first."),
-]
-Gate = Annotated[
-    bool,
-    typer.Option(
-        "--gate",
-        help="Exit code 1 unless every kernel is above --min-speed and below --max-memory.",
-    ),
-]
-MinSpeed = Annotated[
-    float | None,
-    typer.Option(min=0, help="Gate: more than this part of the baseline's speed; 0.6."),
-]
-MaxMemory = Annotated[
-    float | None,
-    typer.Option(min=0, help="Gate: less than so many times the baseline's memory; 1.2."),
-]
-_GB = 1e9
+FAILED = "[bold red]failed[/]"
 _ITERATIONS = 100  # of which the original documents give the seconds
 
 
@@ -58,24 +42,40 @@ def find_limits(
     device: torch.device,
 ) -> Limits | None:
     """What the options say; None without a gate. ValueError where there is nothing to judge."""
-    given = [f"--min-speed {min_speed:g}"] if min_speed is not None else []
-    given += [f"--max-memory {max_memory:g}"] if max_memory is not None else []
-    if not gate and not given:
+    options = {"--min-speed": min_speed, "--max-memory": max_memory}
+    used = [f"{name} {value:g}" for name, value in options.items() if value is not None]
+    if not gate and not used:
         return None
     if not versus:
-        raise ValueError(f"{given[0] if given else '--gate'}: say against what with --versus")
+        raise ValueError(f"{used[0] if used else '--gate'}: say against what with --versus")
+    if device.type == "cpu" and max_memory is not None:
+        raise ValueError(f"{used[-1]}: memory is not measured on the CPU")
     usual = Limits()
-    speed = usual.min_speed if min_speed is None else min_speed
-    if device.type == "cpu":
-        if max_memory is not None:
-            raise ValueError(f"{given[-1]}: memory is not measured on the CPU")
-        return Limits(speed, None)
-    return Limits(speed, usual.max_memory if max_memory is None else max_memory)
+    memory = None if device.type == "cpu" else usual.max_memory
+    return Limits(
+        usual.min_speed if min_speed is None else min_speed,
+        memory if max_memory is None else max_memory,
+    )
 
 
 def compared(versus: str | None, limits: Limits | None) -> dict[str, Any]:
     """The same as settings in a file of results."""
     return {**({"versus": versus} if versus else {}), **(asdict(limits) if limits else {})}
+
+
+def make_table(title: str, labels: Iterable[str], numbers: Iterable[str]) -> Table:
+    """Columns of words, then columns of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for name in labels:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def gigabytes(row: Row) -> str:
+    """Peak memory in a table."""
+    return "n/a" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.3f}"
 
 
 def print_versus(
@@ -85,7 +85,7 @@ def print_versus(
     labels: Mapping[str, Callable[[Row], str]],
     limits: Limits | None,
 ) -> bool:
-    """The table of the original documents; whether the gate lets everything through.
+    """Print the table of the original documents; whether the gate lets everything through.
 
     Args:
         console: where to print.
@@ -94,19 +94,14 @@ def print_versus(
         labels: the first columns.
         limits: of the gate, if there is one.
     """
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=f"versus {versus}", title_justify="left"
-    )
-    for name in labels:
-        table.add_column(name, overflow="fold")
-    spread = any("theoretic_ms" in base.values for base, _ in groups)
-    shares = {THEORY: "rel. eff. %"} if spread else {}
+    ranks = any("theoretic_ms" in base.values for base, _ in groups)
+    shares = {THEORY: "rel. eff. %"} if ranks else {}
     shares |= {SPEED: f"vs {versus} %", MEMORY: "memory %"}
-    for name in ("passes", "iter/s", "s", "GB", *shares.values()):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("passes", "iter/s", "s", "GB", *shares.values())
+    table = make_table(f"versus {versus}", labels, columns)
     if limits is not None:
         table.add_column("gate")
-    judged, complaints = 0, []
+    complaints = []
     for base, others in groups:
         names = [label(base) for label in labels.values()]
         if "theoretic_ms" in base.values:
@@ -118,41 +113,48 @@ def print_versus(
             reasons = list(misses(row, limits)) if limits is not None else []
             if reasons:
                 complaints.append(f"{', '.join(cells)}: {'; '.join(reasons)}")
-            judged += 1
             gate = "[bold red]miss[/]" if reasons else "[green]pass[/]"
             table.add_row(*cells, *_cells(row, shares), *([] if limits is None else [gate]))
     console.print(table)
-    for line in _notes(versus, spread):
-        console.print(line, markup=False)
+    if ranks:
+        console.print(
+            f"{versus} on one device: its iter/s on a rank's own tokens / number of ranks.\n"
+            f"rel. eff.: iter/s in percent of those of {versus} on one device.",
+            markup=False,
+        )
+    console.print(
+        "s: of 100 iterations, as in the original documents.\n"
+        f"vs {versus}: iter/s in percent of {versus}'s. memory: GB in percent of {versus}'s.",
+        markup=False,
+    )
     if limits is None:
         return True
+    return _print_verdict(console, sum(len(each) for _, each in groups), complaints, versus, limits)
+
+
+def _print_verdict(
+    console: Console, judged: int, complaints: Sequence[str], versus: str, limits: Limits
+) -> bool:
+    """Say which rows miss the gate; whether all pass."""
     memory = "memory is not measured on the CPU"
     if limits.max_memory is not None:
         memory = f"memory < {100 * limits.max_memory:g} %"
-    missed = len(complaints)
-    verdict = f"{missed} of {judged} rows miss it" if missed else f"all {judged} rows pass"
-    verdict = verdict if judged else "there is nothing to judge"
+    verdict = f"all {judged} rows pass" if judged else "there is nothing to judge"
+    if complaints:
+        verdict = f"{len(complaints)} of {judged} rows miss it"
     console.print(f"gate: speed > {100 * limits.min_speed:g} % of {versus}'s, {memory}: {verdict}")
     for line in complaints:
         console.print(f"  {line}", style="bold red", markup=False, soft_wrap=True)
-    return judged > missed == 0
-
-
-def _notes(versus: str, spread: bool) -> Iterator[str]:
-    if spread:
-        yield f"{versus} on one device: its iter/s on a rank's own tokens / number of ranks."
-        yield f"rel. eff.: iter/s in percent of those of {versus} on one device."
-    yield "s: of 100 iterations, as in the original documents."
-    yield f"vs {versus}: iter/s in percent of {versus}'s. memory: GB in percent of {versus}'s."
+    return judged > len(complaints) == 0
 
 
 def _cells(row: Row, shares: Iterable[str]) -> list[str]:
     if row.ms is None:
-        return ["[bold red]failed[/]", "", "", *("" for _ in shares)]
+        return [FAILED, "", "", *("" for _ in shares)]
     percents = (row.values.get(name) for name in shares)
     return [
         f"{1e3 / row.ms:.2f}",
         f"{_ITERATIONS * row.ms / 1e3:.4f}",
-        "n/a" if row.peak_bytes is None else f"{row.peak_bytes / _GB:.3f}",
+        gigabytes(row),
         *("n/a" if percent is None else f"{percent:.1f}" for percent in percents),
     ]

@@ -103,3 +103,12 @@ def _window(text: str) -> tuple[int, int]:
     except ValueError:
         raise ValueError(f"--window must be two numbers, as 1024,0; not {text!r}") from None
     return left, right
+
+
+def parse_offsets(text: str) -> tuple[int, ...]:
+    """Of --cu-seqlens."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        message = f"--cu-seqlens must be whole numbers and commas, not {text!r}"
+        raise ValueError(message) from None

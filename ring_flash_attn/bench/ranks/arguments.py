@@ -11,6 +11,8 @@ import torch
 from ...api.llama3 import llama3_flash_attn_prepare_cu_seqlens
 from ..workload import Placement, Workload
 
+_SHOWN = 5  # documents in a message
+
 
 def own_arguments(
     signature: str, workload: Workload, placement: Placement, rank: int, device: torch.device
@@ -20,12 +22,12 @@ def own_arguments(
     Args:
         signature: name of the function's list of arguments in `signatures.py`.
         workload: what is computed, over all ranks.
-        placement: how it is spread; its layout and route are for `ring_attention` alone.
+        placement: how it is spread; only `ring_attention` takes its layout and route.
         rank: whose arguments.
         device: of cu_seqlens.
 
     Raises:
-        ValueError: documents do not divide by the ranks, and the function needs that.
+        ValueError: the function needs documents, or all tokens, that divide by the ranks.
     """
     lengths, lengths_k = workload.lengths, workload.lengths_k
 
@@ -35,9 +37,14 @@ def own_arguments(
     if signature in ("batch", "single"):
         return {}
     if signature == "local_documents":
-        if any(length % placement.world_size for length in lengths):
-            raise ValueError(f"documents must divide by {placement.world_size} ranks: {lengths}")
         local = [length // placement.world_size for length in lengths]
+        uneven = [str(length) for length in lengths if length % placement.world_size]
+        if uneven:
+            shown = ", ".join(uneven[:_SHOWN]) + ", …" * (len(uneven) > _SHOWN)
+            raise ValueError(
+                f"every document of cu_seqlens must divide by {placement.world_size} ranks; "
+                f"{len(uneven)} of {len(lengths)} do not: {shown} tokens"
+            )
         return {"cu_seqlens": cu(local), "max_seqlen": max(local)}
     if signature in ("documents", "single_documents_qkv"):
         return {"cu_seqlens": cu(lengths), "max_seqlen": max(lengths)}

@@ -1,23 +1,115 @@
-"""One rank's part: it tries each function, then times them all in rounds."""
+"""One rank's part: it calls each function a few times, then times all of them in rounds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ...comm import launch
-from ..results import BOTH
+from ... import api
+from ...comm import agree, check_mode, gather_shards, launch, rank_and_size, resolve_group
+from ...plan.steps import Side
+from ..inputs import problem_of
 from ..timing import WARM_UP, Stopwatch, Timing, Work, peak_bytes
-from .calls import Call, Place, on_one_device, on_rank
-from .meeting import DONE, Meeting
+from ..workload import BOTH, FORWARD, Placement, Workload
+from .arguments import own_arguments
 from .target import Target
 
-# Of these a rank can go on if all ranks had the same; anything else ends it.
+# After these a rank can go on if all ranks had the same; anything else ends it.
 EXPECTED = (torch.OutOfMemoryError, NotImplementedError, ValueError)
-Key = tuple[str, str]  # who, passes
+DONE = "done"
+Key = tuple[str, str]  # name of a target or of its base, passes
+Round = dict[Key, float]  # ms
+Calls = dict[str, Callable[[], Any]]  # by passes; they return the output, and the gradients of both
+
+
+def call_on_rank(target: Target, rank: int, device: torch.device) -> Calls:
+    """The function itself, on this rank of the default group."""
+    function, workload, placement = target.function, target.workload, target.placement
+    arguments = own_arguments(function.signature, workload, placement, rank, device)
+    if not function.prefix:
+        arguments["kernel"] = placement.kernel
+    tokens = problem_of(workload, placement).size(Side.QUERY, rank)
+    return _calls(function.name, function.form, workload, tokens, device, arguments)
+
+
+def call_on_one_device(target: Target, device: torch.device) -> Calls:
+    """The same kernel on a rank's own tokens."""
+    form, share, signature = target.function.form, target.share, "single"
+    if share.packed:
+        signature = "single_documents_qkv" if form.startswith("qkv") else "single_documents"
+    arguments = own_arguments(signature, share, Placement(1), 0, device)
+    arguments["kernel"] = target.placement.kernel
+    return _calls(target.single, form, share, share.seqlen, device, arguments)
+
+
+def _calls(
+    name: str,
+    form: str,
+    workload: Workload,
+    tokens: int,
+    device: torch.device,
+    arguments: dict[str, Any],
+) -> Calls:
+    """Calls of a public function with random q, k and v, forward without saving for gradients."""
+    (q, k, v), dout = workload.tensors(device, tokens)
+    if workload.packed:
+        q, k, v, dout = (x.squeeze(0) for x in (q, k, v, dout))
+    leaves: dict[str, Tensor] = {"q": q, "k": k, "v": v}
+    if form.startswith("qkv"):
+        leaves = {"qkv": torch.stack([q, k, v], -3)}
+    elif form.startswith("kv"):
+        leaves = {"q": q, "kv": torch.stack([k, v], -3)}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    run = partial(getattr(api, name), **leaves, **arguments, causal=workload.causal)
+
+    def both() -> tuple[Tensor, ...]:
+        out = run()
+        return out, *torch.autograd.grad(out, list(leaves.values()), dout)
+
+    return {FORWARD: torch.no_grad()(run), BOTH: both}
+
+
+class Group:
+    """The default group, in which ranks wait for each other and agree on what failed.
+
+    Args:
+        device: of this rank; with NCCL ranks wait on its current stream, not on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._group, self._device = resolve_group(None), device
+        self.rank, self.size = rank_and_size(self._group)
+        self._trials = 0
+        self._token = torch.tensor([self.rank], device=device)  # made now: a copy to a GPU waits
+
+    def wait_for_all(self) -> None:
+        """Go on when all ranks are here."""
+        gather_shards(self._token, [(1,)] * self.size, self._group)
+
+    def agree_on(self, what: str, outcome: str) -> None:
+        """Return if the trial had the same outcome on all ranks, and messages still arrive.
+
+        Raises:
+            ValueError: outcomes differ, or a rank does not answer within a minute; says which.
+            RuntimeError: the trial failed, and it cannot be known whether the others failed, too;
+                or its messages are still under way.
+        """
+        self._trials += 1
+        if check_mode() == "off" and outcome != DONE and self.size > 1:
+            raise RuntimeError(f"{what}: {outcome} on rank {self.rank}; RFA_CHECK is off")
+        fields = (("trial", self._trials), ("function", what), ("outcome", outcome))
+        agree(fields, self._group)
+        mine = torch.tensor([self._trials, self.rank], device=self._device)
+        found = gather_shards(mine, [(2,)] * self.size, self._group)
+        if [part.tolist() for part in found] != [[self._trials, r] for r in range(self.size)]:
+            raise RuntimeError(f"{what}: {outcome}, and the ranks are out of step after it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +118,6 @@ class Trial:
 
     peaks: dict[str, int | None] = field(default_factory=dict)
     failed: str | None = None
-
-
-Round = dict[Key, float]  # ms
 
 
 def measure_on_rank(
@@ -40,64 +129,57 @@ def measure_on_rank(
     device: str,
 ) -> Iterator[Trial | Round]:
     """A trial for each target, then `repeats` rounds with all that can be timed."""
-    bench = _Bench(Place(rank, world_size, launch.rank_device(device, rank)), passes)
+    timer = _Timer(launch.rank_device(device, rank), passes)
     for target in targets:
-        yield bench.attempt(target)
+        yield timer.attempt(target)
     for number in range(repeats):
-        yield bench.round(number)
+        yield timer.round(number)
 
 
-class _Bench:
-    """What this rank can run, by whom and passes."""
+class _Timer:
+    """Everything that this rank can run and time."""
 
-    def __init__(self, place: Place, passes: tuple[str, ...]) -> None:
-        self._place, self._passes = place, passes
-        self._meeting, self._watch = Meeting(place.device), Stopwatch(place.device)
+    def __init__(self, device: torch.device, passes: tuple[str, ...]) -> None:
+        self._device, self._passes = device, passes
+        self._group, self._watch = Group(device), Stopwatch(device)
         self._works: dict[Key, tuple[Work, int]] = {}  # and how often in a row
         self._host: dict[Key, float] = {}  # ms that queueing takes
 
     def attempt(self, target: Target) -> Trial:
         """Make the target ready and run it a few times; all ranks come to the same end."""
-        peaks: dict[str, int | None] = {}
-        outcome, reason = DONE, None
+        trial, outcome = Trial(), DONE
         try:
-            self._make_ready(target, peaks)
+            trial = self._make_ready(target)
         except EXPECTED as error:
-            outcome, reason = type(error).__name__, in_words(error)
+            trial, outcome = Trial(failed=reason_of(error)), type(error).__name__
         try:
-            self._meeting.agree_on(target.name, outcome)
+            self._group.agree_on(target.name, outcome)
         except (ValueError, RuntimeError):
-            if reason is None:
+            if trial.failed is None:
                 raise
-            who = f"{target.name} on rank {self._place.rank}"
-            raise RuntimeError(f"{who}, and not alike on all ranks: {reason}") from None
-        if reason is not None:
-            self._forget(target.name)
-            return Trial(failed=reason)
-        return Trial(peaks)
+            who = f"{target.name} on rank {self._group.rank}"
+            raise RuntimeError(f"{who}, and not alike on all ranks: {trial.failed}") from None
+        if trial.failed is not None:
+            self._works = {k: each for k, each in self._works.items() if k[0] != target.name}
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        return trial
 
-    def _make_ready(self, target: Target, peaks: dict[str, int | None]) -> None:
+    def _make_ready(self, target: Target) -> Trial:
         """One device works as often in a row as it takes to equal a rank, at the same clocks."""
-        place = self._place
         if any((target.base, passes) not in self._works for passes in self._passes):
-            self._add(target.base, on_one_device(target, place), place.world_size)
-        call = on_rank(target, place)
-        self._add(target.name, call, 1)
-        for passes in self._passes:
-            peaks[passes] = peak_bytes(_work(call, passes), place.device)
+            self._add(target.base, call_on_one_device(target, self._device), self._group.size)
+        calls = call_on_rank(target, self._group.rank, self._device)
+        self._add(target.name, calls, 1)
+        return Trial({each: peak_bytes(calls[each], self._device) for each in self._passes})
 
-    def _add(self, who: str, call: Call, often: int) -> None:
+    def _add(self, name: str, calls: Calls, often: int) -> None:
         for passes in self._passes:
-            key, work = (who, passes), _work(call, passes)
+            key, work = (name, passes), calls[passes]
             for _ in range(WARM_UP):
                 work()
             self._works[key] = work, often
             self._host[key] = self._time(key).host
-
-    def _forget(self, who: str) -> None:
-        self._works = {key: each for key, each in self._works.items() if key[0] != who}
-        if self._place.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def round(self, number: int) -> Round:
         """Everything once, beginning with another one each time."""
@@ -108,34 +190,27 @@ class _Bench:
     def _time(self, key: Key) -> Timing:
         """One run of all ranks together, the lead and the wait for the others not counted."""
         work, often = self._works[key]
-        if self._place.device.type != "cuda":
-            self._meeting.wait_for_all()
+
+        def run() -> float:
             start = time.perf_counter()
-            _repeat(work, often)
-            passed = (time.perf_counter() - start) * 1e3 / often
-            return Timing(passed, passed)
+            for _ in range(often):
+                work()
+            return (time.perf_counter() - start) * 1e3 / often
+
         self._watch.lead(self._host.get(key, 1.0) * often)
-        self._meeting.wait_for_all()
+        self._group.wait_for_all()
+        if self._device.type != "cuda":
+            host = run()
+            return Timing(host, host)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start = time.perf_counter()
         begin.record()
-        _repeat(work, often)
+        host = run()
         end.record()
-        host = (time.perf_counter() - start) * 1e3 / often
         end.synchronize()
         return Timing(begin.elapsed_time(end) / often, host)
 
 
-def _repeat(work: Work, times: int) -> None:
-    for _ in range(times):
-        work()
-
-
-def _work(call: Call, passes: str) -> Work:
-    return call.both if passes == BOTH else call.forward
-
-
-def in_words(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Why something cannot be timed."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"

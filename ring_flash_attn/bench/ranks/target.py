@@ -1,158 +1,212 @@
-"""What is timed: a distributed function at a size, and what is found out about it."""
+"""What is timed: public functions, each with a workload and a placement, and how to choose them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..contenders import with_chosen_kernel
-from ..report import BOTH_FLOPS
-from ..results import BOTH
-from ..scenario import Scenario, make_scenario
+from ...kernels.base import AUTO, check_kernel
+from ...plan.build import check_route
+from ...plan.layout import FLAT_PREFIX, get_layout
+from ..functions import PublicFunction, find_functions
+from ..inputs import resolve
+from ..versus import refuse_kernels
+from ..workload import Placement, Workload
+from .arguments import own_arguments
 
-ANYTHING = "ring_attention"  # takes its point as arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Sizes of one rank's shard.
-
-    Attributes:
-        batch, seqlen: of functions for batches; packed functions get as many documents.
-        cu_seqlens: offsets of packed documents in the shard instead.
-        nheads, nheads_k, headdim, dtype: of q, k and v; packed q, k and v have nheads KV heads.
-        causal: queries see no later keys.
-        heads_k_stride: KV heads that travel together where keys are gathered; None: all.
-    """
-
-    batch: int
-    seqlen: int
-    cu_seqlens: tuple[int, ...] | None
-    nheads: int
-    nheads_k: int
-    headdim: int
-    dtype: torch.dtype
-    causal: bool
-    heads_k_stride: int | None = None
-
-    def documents(self) -> tuple[int, ...]:
-        """Offsets of what packed functions get."""
-        if self.cu_seqlens is not None:
-            return self.cu_seqlens
-        return tuple(accumulate([0] + [self.seqlen] * self.batch))
+_Point = tuple[PublicFunction, str, str, bool]  # layout, route, whether documents are packed
 
 
 @dataclass(frozen=True)
 class Target:
-    """A public function, and what it is to compute.
+    """A public function, what it computes over all ranks, and how that is spread."""
 
-    Attributes:
-        function: its name.
-        form: how q, k and v come; the end of the name.
-        signature: name of its list of arguments in `signatures.py`.
-        takes_kernel: False where the name says it.
-        scenario: sizes, layout, route, and the kernel that was chosen.
-    """
-
-    function: str
-    form: str
-    signature: str
-    takes_kernel: bool
-    scenario: Scenario
+    function: PublicFunction
+    workload: Workload
+    placement: Placement
 
     @property
     def name(self) -> str:
         """Different for different targets."""
-        s = self.scenario
-        point = f"{s.layout} × {s.route} × {s.kernel}" if self.function == ANYTHING else s.kernel
-        return f"{self.function} ({point})"
+        point = str(self.placement) if not self.function.form else self.placement.kernel
+        return f"{self.function.name} ({point})"
 
     @property
-    def alone(self) -> str:
-        """The function that does it on one device."""
-        form = (self.form or "func").removesuffix("_v2")
-        return f"flash_attn{'_varlen' if self.scenario.packed else ''}_{form}"
+    def share(self) -> Workload:
+        """What one device computes to compare with: a rank's own tokens."""
+        return self.workload.share(self.placement.world_size)
+
+    @property
+    def single(self) -> str:
+        """The function that computes it on one device."""
+        form = (self.function.form or "func").removesuffix("_v2")
+        return f"flash_attn{'_varlen' if self.workload.packed else ''}_{form}"
 
     @property
     def base(self) -> str:
         """The same for targets that are compared with the same run on one device."""
-        s = self.scenario
-        return f"{self.alone}, {s.kernel}, {s.lengths}, {s.nheads_k} KV heads, on one device"
+        heads = f"{self.workload.nheads_k} KV heads"
+        return f"{self.single}, {self.placement.kernel}, {self.share.lengths}, {heads}"
 
     def flops(self, passes: str) -> float:
         """Of a rank, on average."""
-        s = self.scenario
-        lengths = [length * s.world_size for length in s.lengths]
-        pairs = sum(n * (n + 1) // 2 if s.causal else n * n for n in lengths)
-        forward = 4 * s.batch * s.nheads * s.headdim * pairs / s.world_size
-        return forward * (BOTH_FLOPS if passes == BOTH else 1)
+        return self.workload.flops(passes) / self.placement.world_size
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """One target, one way.
+class Selection:
+    """What is to be timed.
 
     Attributes:
-        samples_ms: of each run the slowest rank's time; for a replay the runs of the slowest rank.
-        theoretic_ms: world size times what one device takes for a rank's own tokens.
-        peak_bytes: above inputs, outputs and gradients, on the rank that holds most; None on CPUs.
+        targets: those that can run.
+        impossible: why others cannot.
+        baselines: by name of a target, the one that it is compared with; without others, none.
     """
 
-    samples_ms: tuple[float, ...]
-    theoretic_ms: float
-    peak_bytes: int | None
+    targets: tuple[Target, ...]
+    impossible: Mapping[Target, str]
+    baselines: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What was found out: times by passes, or why there are none."""
-
-    target: Target
-    timed: Mapping[str, Timed] = field(default_factory=dict)
-    failed: str | None = None
-
-
-def make_target(
-    function: str,
-    form: str,
-    signature: str,
-    layout: str,
-    route: str,
-    *,
-    packed: bool,
-    kernel: str,
-    takes_kernel: bool,
-    size: Size,
-    world_size: int,
+def choose_targets(
+    names: Sequence[str],
+    workload: Workload,
+    placement: Placement,
     device: torch.device,
-) -> Target:
-    """A target, whose kernel is still to be chosen; ValueError for a wrong size."""
-    nheads_k = size.nheads if form.startswith("qkv") else size.nheads_k
-    stride = size.heads_k_stride or nheads_k if route == "all_gather" else None
-    scenario = make_scenario(
-        world_size=world_size,
-        ranks=None,
-        layout=layout,
-        route=route,
-        kernel=kernel,
-        seqlen=size.seqlen,
-        cu_seqlens=size.documents() if packed else None,
-        batch=1 if packed else size.batch,
-        nheads=size.nheads,
-        nheads_k=nheads_k,
-        headdim=size.headdim,
-        dtype=size.dtype,
-        causal=size.causal,
-        heads_k_stride=stride,
-        sources_per_launch=None,
-        device=device,
+    *,
+    cu_seqlens: tuple[int, ...] | None = None,
+    layouts: Sequence[str] = (),
+    routes: Sequence[str] = (),
+    kernels: Sequence[str] = (AUTO,),
+    versus: str = "",
+) -> Selection:
+    """Functions, each with its workload, and its placement with the kernel that it gets.
+
+    Args:
+        names: of functions, patterns, or parts; by default one function for each layout and route.
+        workload: of functions for batches; packed functions get as many documents.
+        placement: what all have in common: world size, link, heads_k_stride.
+        device: of a rank.
+        cu_seqlens: documents of packed functions instead.
+        layouts, routes: only these.
+        kernels: each of these.
+        versus: kernel that the others are compared with; "" if there are no others.
+
+    Raises:
+        ValueError: an unknown name, an option without effect, or documents that no function takes.
+        NotImplementedError: a kernel can do nothing of it.
+    """
+    for kernel in kernels:
+        check_kernel(kernel)
+    points = _find_points(names, layouts, routes, cu_seqlens is not None)
+    _check_options(points, workload, placement, cu_seqlens)
+    offsets = cu_seqlens or tuple(workload.seqlen * i for i in range(workload.batch + 1))
+    documents = replace(workload, batch=1, cu_seqlens=offsets)
+    found: dict[str, tuple[Target, str | None]] = {}  # by name: two kernels may be the same one
+    reasons: dict[str, list[str | None]] = {}  # by kernel; None: it can
+    baselines: dict[str, str] = {}
+    for function, layout, route, packed in points:
+        own = documents if packed else workload
+        if function.form.startswith("qkv"):
+            own = replace(own, nheads_k=own.nheads)
+        stride = placement.heads_k_stride or own.nheads_k if route == "all_gather" else None
+        point = replace(placement, layout=layout, route=route, heads_k_stride=stride)
+        tried = [(function, kernel) for kernel in _kernels_of(function, kernels)]
+        if versus:
+            tried.insert(0, (replace(function, prefix=""), versus))
+        baseline = ""
+        for each, kernel in tried:
+            target = Target(each, own, replace(point, kernel=kernel))
+            refused = None
+            try:
+                target = replace(target, placement=resolve(own, target.placement, device))
+            except NotImplementedError as error:
+                refused = str(error)
+            who = each.name if each.prefix else f"--kernel {kernel}"
+            reasons.setdefault(who, []).append(refused)
+            found.setdefault(target.name, (target, refused or _uneven(target)))
+            baseline = baseline or target.name
+            if versus:
+                baselines[target.name] = baseline
+    refuse_kernels(
+        {who: [why for why in all_of if why] for who, all_of in reasons.items() if all(all_of)},
+        device,
     )
-    return Target(function, form, signature, takes_kernel, scenario)
+    impossible = {target: why for target, why in found.values() if why is not None}
+    targets = tuple(target for target, why in found.values() if why is None)
+    if not targets:
+        raise ValueError("\n".join(f"{each.name}: {why}" for each, why in impossible.items()))
+    return Selection(targets, impossible, baselines)
 
 
-def with_kernel(target: Target) -> Target:
-    """The target with the kernel that it gets; NotImplementedError with all reasons if none."""
-    return replace(target, scenario=with_chosen_kernel(target.scenario))
+def _find_points(
+    names: Sequence[str], layouts: Sequence[str], routes: Sequence[str], documents: bool
+) -> list[_Point]:
+    for layout in layouts:
+        get_layout(layout)
+    for route in routes:
+        check_route(route)
+    functions = [each for each in find_functions(names) if each.is_distributed]
+    if not functions:
+        raise ValueError(f"{', '.join(names)}: on one device, and so not for this command")
+
+    def points(of: Sequence[PublicFunction]) -> list[_Point]:
+        return [
+            (each, layout, route, each.family.packed or (not each.form and packed(layout)))
+            for each in of
+            for layout, route in each.points(layouts, routes)
+        ]
+
+    def packed(layout: str) -> bool:
+        return documents or layout.startswith(FLAT_PREFIX)
+
+    if names:
+        found = points(functions)
+    else:  # the first form of each layout and route; any other by the function that takes both
+        first = [each for each in functions if each.form and each.form == each.family.forms[0]]
+        found = points(first) or points([each for each in functions if not each.form])
+    if not found:
+        chosen = (" or ".join(each) or "any" for each in (layouts, routes))
+        raise ValueError("no function has layout {} and route {}".format(*chosen))
+    return found
+
+
+def _check_options(
+    points: Sequence[_Point],
+    workload: Workload,
+    placement: Placement,
+    cu_seqlens: tuple[int, ...] | None,
+) -> None:
+    """ValueError for options that no function would use."""
+    if cu_seqlens is not None:
+        text = ",".join(map(str, cu_seqlens))
+        if not any(packed for *_, packed in points):
+            raise ValueError(f"--cu-seqlens {text}: none of the functions is for documents")
+        if workload.batch != 1 and all(packed for *_, packed in points):
+            raise ValueError(f"--batch {workload.batch}: --cu-seqlens says how many documents")
+    stride = placement.heads_k_stride
+    if stride is not None and all(route != "all_gather" for _, _, route, _ in points):
+        raise ValueError(f"--heads-k-stride {stride}: no function gathers keys")
+
+
+def _kernels_of(function: PublicFunction, kernels: Sequence[str]) -> tuple[str, ...]:
+    """Those that a function is to be timed with."""
+    if not function.prefix:
+        return tuple(kernels)
+    if not {AUTO, function.prefix} & {*kernels}:
+        message = f"{function.name} always uses {function.prefix}"
+        raise ValueError(f"--kernel {', '.join(kernels)}: {message}")
+    return (function.prefix,)
+
+
+def _uneven(target: Target) -> str | None:
+    """Why the function cannot take these documents, if so."""
+    try:
+        own_arguments(
+            target.function.signature, target.workload, target.placement, 0, torch.device("cpu")
+        )
+    except ValueError as error:
+        return str(error)
+    return None

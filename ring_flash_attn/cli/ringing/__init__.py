@@ -1,1 +1,0 @@
-"""Parts of `rfa ring`: what is asked for, running it, and the tables."""
