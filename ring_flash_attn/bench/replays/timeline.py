@@ -1,4 +1,4 @@
-"""Timelines: when each launch and each transfer of one run began and ended."""
+"""Recording a timeline: when each launch and each transfer of one run begins and ends."""
 
 from __future__ import annotations
 
@@ -6,34 +6,14 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..kernels.base import Kernel
-from ..plan.steps import Plan
-
-COMPUTE, TRANSFERS = "compute", "transfers"  # lanes
-FORWARD, BACKWARD = "forward", "backward"
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One launch or one post.
-
-    Attributes:
-        lane: "compute" or "transfers".
-        direction: "forward" or "backward".
-        label: number of its step.
-        start, end: ms since the run began.
-    """
-
-    lane: str
-    direction: str
-    label: str
-    start: float
-    end: float
+from ...kernels.base import Kernel
+from ...plan.steps import Plan
+from ..workload import FORWARD
+from .results import COMPUTE, Bar
 
 
 class Recorder:
@@ -64,10 +44,10 @@ class Recorder:
     def end(self, lane: str) -> None:
         """The bar of this lane is over."""
         label, start = self._open.pop(lane)
-        self._closed.append((lane, self.direction, label, start, self._now()))
+        self.add(lane, label, start, self._now())
 
-    def add(self, lane: str, label: str, start: float, end: float) -> None:
-        """A bar whose times (of time.perf_counter) are known."""
+    def add(self, lane: str, label: str, start: Any, end: Any) -> None:
+        """A bar between two events, or two times of time.perf_counter."""
         self._closed.append((lane, self.direction, label, start, end))
 
     @contextmanager
@@ -93,7 +73,7 @@ class Recorder:
 
 
 class RecordedKernel:
-    """A kernel whose launches are recorded, under the steps of the plans that it goes through."""
+    """A kernel that records its launches, labelled with the steps of these plans."""
 
     def __init__(self, kernel: Kernel, recorder: Recorder, plans: Iterable[Plan]) -> None:
         self._kernel, self._recorder = kernel, recorder
