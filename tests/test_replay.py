@@ -347,9 +347,7 @@ def test_json_there_and_back(found: Replay) -> None:
     assert Replay.from_dict(values) == found
     assert values["workload"]["dtype"] == "bfloat16"
     assert values["placement"]["kernel"] == "reference"
-    assert set(values["derived"]) == {"ours", "baseline"}
-    share = values["derived"]["ours"]["ranks"]["1"]["efficiency_percent"]["forward"]
-    assert share == found.ours.efficiency(found.ours.ranks[1]).forward
+    assert values["ours"]["ranks"][1]["measured"]["linked"]["forward"] > 0
     removed = replay(**small(ranks=[0]))
     values = removed.to_dict()
     assert (values["placement"]["link"], values["baseline"], values["timeline"]) == (None,) * 2 + (
@@ -397,7 +395,7 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
         ({"heads_k_stride": 1}, "heads_k_stride = 1"),
         ({"cu_seqlens": [1, 5]}, "cu_seqlens 1,5"),
         ({"cu_seqlens": [0, 2]}, "world_size 3: only 2 tokens"),
-        ({"cu_seqlens": [0, 5, 20], "seqlen": 20}, "of the whole stream.* would end at 60"),
+        ({"cu_seqlens": [0, 5, 20], "seqlen": 20}, "of the whole stream.* must end at 3 × 20 = 60"),
         ({"cu_seqlens": [0, 5], "batch": 2}, "batch 2: packed documents have batch 1"),
         ({"device": "abacus"}, "device .abacus. does not exist"),
         ({"repeats": 0}, "repeats must be positive"),

@@ -75,7 +75,7 @@ WRONG = {
     "replay --latency-us 3": "--latency-us 3 needs --link or --link-gbps",
     "replay --link-gbps 5 --latency-us -3": "--latency-us must not be negative",
     "replay --existing --device cpu": "--baseline: fa2: it needs an NVIDIA GPU",
-    "replay --baseline-kernel nonsense": "'--baseline-kernel': unknown library 'nonsense'",
+    "replay --existing-kernel nonsense": "'--existing-kernel': unknown library 'nonsense'",
     "replay --svg FOLDER": "--svg: cannot write",
     "bench --seqlen abc": "--seqlen must be a number",
     "bench --nheads 3 --nheads-k 2": "--nheads (query heads) must be a multiple of --nheads-k",

@@ -115,7 +115,7 @@ def replay(
         raise typer.BadParameter(str(error)) from None
     for line in explain(found):
         console.print(line, markup=False)
-    for table in (*map(_table, found.designs.values()), _costs(found)):
+    for table in (*map(_table, found.designs), _costs(found)):
         console.print(table)
     for line in notes(found):
         console.print(line, markup=False)
@@ -245,7 +245,7 @@ def notes(replay: Replay) -> Iterator[str]:
     if replay.device.startswith("cpu"):
         yield ON_CPU
         return
-    for design in replay.designs.values():
+    for design in replay.designs:
         bound = [str(each.rank) for each in design.ranks if each.measured.is_host_bound]
         if bound:
             yield (

@@ -69,7 +69,7 @@ class Subject:
         return (FORWARD, BOTH) if self.grad else (FORWARD,)
 
     def one_rank(self, linked: bool, keep_buffers: bool = True) -> ReplayedRank:
-        """The rank, with its link or with communication removed; see `Ranks.rank`."""
+        """The rank, with its link or with communication removed; see `LibraryRanks.rank`."""
         link = self.placement.link if linked else None
         return self._ranks.rank(self.rank, link, keep_buffers)
 

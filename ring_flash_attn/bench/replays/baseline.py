@@ -9,7 +9,7 @@ sees only their first half, and one that meets keys of a higher rank concerns on
 of the queries.
 
 A rank is a generator that stops where ranks depend on each other, so that several can be run in
-step, and one alone.
+step, or one without the others.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ class _BufferList:
         return self._buffers[self._next - 1]
 
 
-class _Passes(NamedTuple):
-    """See `rank.Passes`."""
+class Passes(NamedTuple):
+    """A forward pass, and a forward and a backward pass, to be run again and again."""
 
     forward: Callable[[], OutLse]
     both: Callable[[], tuple[OutLse, QKV]]
@@ -271,6 +271,9 @@ class BaselineRanks:
         workload, reasons = self._ours.workload, []
         if workload.packed or not workload.causal:
             reasons.append("only the causal one of equal sequences is replayed")
+        for name in ("headdim_v", "softmax_scale", "softcap"):
+            if getattr(workload, name):
+                reasons.append(f"it is replayed without {name}")
         if self._tokens % 2:
             reasons.append(f"it halves shards, and {self._tokens} tokens are odd")
         if isinstance(self._block, NativeAttention):
@@ -279,8 +282,8 @@ class BaselineRanks:
         if reasons:
             raise ValueError(f"the baseline: {'; '.join(reasons)}")
 
-    def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> _Passes:
-        """A rank of many; see `Ranks`."""
+    def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> Passes:
+        """A rank of many; see `LibraryRanks.rank`."""
         ours = self._ours
         shard, dout = ours.shard(self._tokens)
         dtype = shard[1].dtype
@@ -307,10 +310,10 @@ class BaselineRanks:
             (grads,) = run_together([ring.backward(dout, *shard, *result)])
             return result, grads
 
-        return _Passes(forward, both)
+        return Passes(forward, both)
 
-    def single_device(self, masked: bool) -> _Passes:
-        """The block on a rank's own tokens; see `Ranks`."""
+    def single_device(self, masked: bool) -> Passes:
+        """The block on a rank's own tokens, on one device."""
         shard, dout = self._ours.shard(self._tokens)
         block = self._block
 
@@ -318,7 +321,7 @@ class BaselineRanks:
             result = block.forward(*shard, masked)
             return result, block.backward(dout, *shard, *result, masked)
 
-        return _Passes(lambda: block.forward(*shard, masked), both)
+        return Passes(lambda: block.forward(*shard, masked), both)
 
     def describe(self, rank: int) -> tuple[int, int, tuple[()]]:
         """A causal block of a rank's own tokens, half a block with every other rank; no costs."""

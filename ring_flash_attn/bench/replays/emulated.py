@@ -99,8 +99,7 @@ class CudaLink:
         self._timing.wait_stream(current)
         begin = self._timing.record_event()
         with torch.cuda.stream(self._timing):
-            if recorder is not None:
-                recorder.begin(TRANSFERS, label)
+            start = None if recorder is None else recorder.now()
             if seconds:
                 _spin().spin(seconds)
         self._copying.wait_event(begin)
@@ -113,7 +112,7 @@ class CudaLink:
         self._posted += 1
         if recorder is not None:
             with torch.cuda.stream(self._timing):
-                recorder.end(TRANSFERS)
+                recorder.add(TRANSFERS, label, start, recorder.now())
         return functools.partial(self._wait, self._timing.record_event(), self._posted)
 
     def _wait(self, event: torch.cuda.Event, posts: int) -> None:
@@ -158,7 +157,7 @@ def check_link(link: Link | None, device: torch.device) -> None:
 
 
 class EmulatedRanks:
-    """All other ranks of a group, for one rank that is alone.
+    """All other ranks of a group, for one that runs without them.
 
     Attributes:
         link: how they are reached; None: messages cost nothing. Then a buffer gets random data when
@@ -203,7 +202,7 @@ class EmulatedRanks:
 
 
 class ReplayTransport:
-    """The end of a rank that is alone: posts are queued, in order; `wait` is for all of them."""
+    """A replayed rank's transport: posts are queued, in order; `wait` is for all of them."""
 
     def __init__(self, others: EmulatedRanks) -> None:
         self._others, self._posts = others, 0

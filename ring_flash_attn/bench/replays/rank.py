@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,47 +21,6 @@ from .results import Bar, PassCost
 from .timeline import RecordedKernel, Recorder
 
 OutLse = tuple[Tensor, Tensor]
-
-
-class Passes(Protocol):
-    """Something that does a forward pass, or a forward and a backward pass, again and again."""
-
-    def forward(self) -> OutLse:
-        """(out, lse)."""
-        ...
-
-    def both(self) -> tuple[OutLse, QKV]:
-        """(out, lse) and (dq, dk, dv)."""
-        ...
-
-
-class Ranks(Protocol):
-    """What is replayed: this library, or the baseline.
-
-    Attributes:
-        name: in words.
-    """
-
-    name: str
-
-    def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> Passes:
-        """A rank of many.
-
-        Args:
-            rank: which.
-            link: how it reaches the others; None: messages cost nothing.
-            keep_buffers: from run to run, which messages that cost nothing need for sane numbers.
-                All such ranks share them; their memory is not as it would be.
-        """
-        ...
-
-    def single_device(self, masked: bool) -> Passes:
-        """The same kernel on as many tokens as a rank holds, on one device."""
-        ...
-
-    def describe(self, rank: int) -> tuple[int, int, tuple[PassCost, ...]]:
-        """Tokens of a rank, pairs that it computes over all query heads, and its passes' costs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +96,7 @@ class LibraryRanks:
     """This library's ranks; they share random data, buffers, and shards of one size.
 
     Attributes:
+        name: in words.
         workload: what all ranks compute together.
         placement: how it is spread, resolved (`inputs.resolve`).
         share: a rank's own tokens, as a call on one device.
@@ -165,7 +125,14 @@ class LibraryRanks:
         return self.problem.size(Side.QUERY, rank)
 
     def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> ReplayedRank:
-        """A rank of many; see `Ranks`."""
+        """A rank of many.
+
+        Args:
+            rank: which.
+            link: how it reaches the others; None: messages cost nothing.
+            keep_buffers: from run to run, which messages that cost nothing need for sane numbers.
+                All such ranks share them; their memory is not as it would be.
+        """
         shard, dout = self.shard(self.size(rank))
         wide = self.workload.torch_dtype.itemsize >= torch.float32.itemsize
         others = EmulatedRanks(self.device, link, self.data, always_copies=wide)
@@ -188,7 +155,10 @@ class LibraryRanks:
         return ReplayedRank(prepared, shard, dout)
 
     def describe(self, rank: int) -> tuple[int, int, tuple[PassCost, PassCost]]:
-        """Tokens, pairs and costs of a rank; see `Ranks`. Random data is there afterwards."""
+        """Tokens of a rank, pairs that it computes over all query heads, and its passes' costs.
+
+        Random data for all that it receives is there afterwards.
+        """
         found = self.rank(rank, None)
         pairs = found.prepared.ranks[0].forward.plan.pairs  # over KV heads
         group = self.workload.nheads // self.workload.nheads_k

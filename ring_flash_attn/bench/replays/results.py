@@ -178,27 +178,6 @@ class Design:
         """The same against the kernel's rate without a mask."""
         return self.at_full_rate.share_of(result.measured.times)
 
-    def derived(self) -> dict[str, Any]:
-        """What follows from the measurements, as plain values."""
-        ranks = {
-            str(each.rank): {
-                "tflops": asdict(self.rate(each.pairs, each.measured.times)),
-                "efficiency_percent": asdict(self.efficiency(each)),
-                "full_rate_efficiency_percent": asdict(self.full_rate_efficiency(each)),
-                "exposed_ms": None if (gap := each.measured.exposed) is None else asdict(gap),
-            }
-            for each in self.ranks
-        }
-        return {
-            "theoretic_ms": asdict(self.theoretic),
-            "at_full_rate_ms": asdict(self.at_full_rate),
-            "slowest": {
-                FORWARD: self.slowest(both=False).rank,
-                BOTH: self.slowest(both=True).rank,
-            },
-            "ranks": ranks,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Replay:
@@ -229,19 +208,17 @@ class Replay:
         return self.placement.link
 
     @property
-    def designs(self) -> dict[str, Design]:
+    def designs(self) -> tuple[Design, ...]:
         """This library's, and the baseline's if there is one."""
-        found = {"ours": self.ours, "baseline": self.baseline}
-        return {name: design for name, design in found.items() if design is not None}
+        return (self.ours,) if self.baseline is None else (self.ours, self.baseline)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with what follows from them under "derived"."""
-        derived = {name: design.derived() for name, design in self.designs.items()}
-        return {**asdict(self), "workload": self.workload.to_dict(), "derived": derived}
+        """Plain values; `replay_rows` has what follows from them."""
+        return {**asdict(self), "workload": self.workload.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Replay:
-        """The replay that `to_dict` wrote, perhaps by way of JSON."""
+        """The replay that `to_dict` wrote, also from JSON."""
         if "scenario" in values:
             values = _of_scenario(values)
         read = {each.name: values[each.name] for each in fields(cls)}

@@ -13,15 +13,16 @@ from ..link import NONE, Link, find_link
 from ..machine import device_name, find_device, versions
 from ..timing import Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
 from ..workload import Placement, Workload
-from .baseline import BaselineRanks, BlockAttention, NativeAttention
+from .baseline import BaselineRanks, BlockAttention, NativeAttention, Passes
 from .emulated import check_link
-from .rank import LibraryRanks, Passes, Ranks, ReplayedRank
+from .rank import LibraryRanks, ReplayedRank
 from .results import Bar, ByPass, Design, Measured, PassCost, RankResult, Replay, Times
 
 _SEQLEN = 8192  # of a rank, if the user does not say
 _BASE, _FULL = "one device", "one device without a mask"
 _MISSING = ("seqlen_k", "cu_seqlens_k", "dropout_p", "alibi", "sink", "lse_grad")
 Baseline = bool | str | BlockAttention
+Ranks = LibraryRanks | BaselineRanks
 Report = Callable[[str], None]
 
 
@@ -103,8 +104,8 @@ def replay(
     elif seqlen is not None and seqlen * world_size != workload.seqlen:
         raise ValueError(
             f"seqlen {seqlen} and cu_seqlens {','.join(map(str, cu_seqlens))}: offsets are those "
-            f"of the whole stream over all ranks (once they were those of a rank), and would end "
-            f"at {seqlen * world_size}, {world_size} times a rank's tokens"
+            "of the whole stream over all ranks, no longer those of a rank, and must end at "
+            f"{world_size} × {seqlen} = {world_size * seqlen}"
         )
     return replay_ranks(
         workload,
@@ -222,7 +223,7 @@ class _Session:
         self._repeats, self._report = repeats, report
         share, nheads = ours.share, ours.workload.nheads
         self._base_pairs, self._full_pairs = nheads * share.pairs, nheads * share.seqlen**2
-        self._passes: dict[_Key, Passes] = {}
+        self._passes: dict[_Key, ReplayedRank | Passes] = {}
         self._peaks: dict[_Key, ByPass[int] | None] = {}
         self._described: dict[tuple[str, int], tuple[int, int, tuple[PassCost, ...]]] = {}
         self._timings: Mapping[_Key, Samples] = {}
@@ -234,14 +235,14 @@ class _Session:
             self._passes[key] = design.single_device(masked)
             self._measure_memory(key, self._passes[key])
         for rank in self._ranks:
-            key = _key(design.name, rank)
+            key = _Key(design.name, f"rank {rank}")
             self._described[design.name, rank] = design.describe(rank)
             self._passes[key] = design.rank(rank, None)
             if self._link is not None:
                 self._passes[key._replace(linked=True)] = design.rank(rank, self._link)
             self._measure_memory(key, design.rank(rank, None, keep_buffers=False))
 
-    def _measure_memory(self, key: _Key, passes: Passes) -> None:
+    def _measure_memory(self, key: _Key, passes: ReplayedRank | Passes) -> None:
         self._report(f"memory of {key}")
         device = self._ours.device
         forward, both = peak_bytes(passes.forward, device), peak_bytes(passes.both, device)
@@ -291,16 +292,17 @@ class _Session:
             self._full_pairs,
             self._measured(_Key(name, _FULL)),
             tuple(
-                RankResult(rank, *self._described[name, rank], self._measured(_key(name, rank)))
-                for rank in self._ranks
+                RankResult(rank, *described, self._measured(_Key(name, f"rank {rank}")))
+                for (who, rank), described in self._described.items()
+                if who == name
             ),
         )
 
     def record(self, design: Design, watch: Stopwatch) -> tuple[Bar, ...]:
         """A timeline of the slowest rank; a run of its own, which changes nothing that is timed."""
         slowest = design.slowest(both=True)
-        key = _key(design.name, slowest.rank)._replace(linked=self._link is not None)
-        rank = self._passes[key]
+        linked = self._link is not None
+        rank = self._passes[_Key(design.name, f"rank {slowest.rank}", linked)]
         assert isinstance(rank, ReplayedRank)
         watch.lead(slowest.measured.host.both)
         return rank.recorded()
@@ -312,7 +314,3 @@ def _in_a_row(work: Work, times: int) -> Work:
             work()
 
     return work if times == 1 else run
-
-
-def _key(design: str, rank: int) -> _Key:
-    return _Key(design, f"rank {rank}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,36 +25,20 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.direction = FORWARD
-        self._open: dict[str, tuple[str, Any]] = {}
-        self._closed: list[tuple[str, str, str, Any, Any]] = []
-        self._zero = self._now()
+        self._bars: list[tuple[str, str, str, Any, Any]] = []
+        self._zero = self.now()
 
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """An event of the current stream, or a time of time.perf_counter."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def begin(self, lane: str, label: str) -> None:
-        """What follows in the current stream is a bar, until `end`."""
-        self._open[lane] = label, self._now()
-
-    def end(self, lane: str) -> None:
-        """The bar of this lane is over."""
-        label, start = self._open.pop(lane)
-        self.add(lane, label, start, self._now())
-
     def add(self, lane: str, label: str, start: Any, end: Any) -> None:
-        """A bar between two events, or two times of time.perf_counter."""
-        self._closed.append((lane, self.direction, label, start, end))
-
-    @contextmanager
-    def span(self, lane: str, label: str) -> Iterator[None]:
-        """A bar of all that is queued inside."""
-        self.begin(lane, label)
-        yield
-        self.end(lane)
+        """A bar between two moments, see `now`."""
+        self._bars.append((lane, self.direction, label, start, end))
 
     def bars(self) -> tuple[Bar, ...]:
         """All bars; waits for the device."""
@@ -63,7 +46,7 @@ class Recorder:
             torch.cuda.synchronize()
         return tuple(
             Bar(lane, direction, label, self._since(start), self._since(end))
-            for lane, direction, label, start, end in self._closed
+            for lane, direction, label, start, end in self._bars
         )
 
     def _since(self, moment: Any) -> float:
@@ -84,13 +67,16 @@ class RecordedKernel:
 
     def forward(self, *args: Any) -> None:
         """A launch of the forward pass."""
-        with self._recorder.span(COMPUTE, str(next(self._steps))):
-            self._kernel.forward(*args)
+        self._launch(self._kernel.forward, args)
 
     def backward(self, *args: Any) -> None:
         """A launch of the backward pass."""
-        with self._recorder.span(COMPUTE, str(next(self._steps))):
-            self._kernel.backward(*args)
+        self._launch(self._kernel.backward, args)
+
+    def _launch(self, launch: Callable[..., None], args: Any) -> None:
+        start = self._recorder.now()
+        launch(*args)
+        self._recorder.add(COMPUTE, str(next(self._steps)), start, self._recorder.now())
 
 
 def _launch_steps(plan: Plan) -> list[int]:
