@@ -107,16 +107,18 @@ class Subject:
 
     @cached_property
     def _rank_work(self) -> tuple[int, dict[str, int]]:
-        """Pairs over all query heads, and bytes that are received in each of the passes."""
-        _, pairs, (forward, backward) = self._ranks.describe(self.rank)
+        """FLOPs of a rank's forward pass, and bytes that it receives in each of the passes."""
+        ranks = self._ranks
+        _, pairs, (forward, backward) = ranks.describe(self.rank)
         both = forward.received + backward.received
-        return pairs, {FORWARD: forward.received, BACKWARD: backward.received, BOTH: both}
+        received = {FORWARD: forward.received, BACKWARD: backward.received, BOTH: both}
+        return pairs * ranks.flops_per_pair, received
 
     def flops(self, passes: str) -> float:
         """Of one of the passes."""
         if self.world_size == 1:
             return self.workload.flops(passes)
-        return FLOPS[passes] * 4 * self.workload.batch * self.workload.headdim * self._rank_work[0]
+        return FLOPS[passes] * self._rank_work[0]
 
     def least_bytes(self, passes: str) -> int:
         """Inputs read once and results written once; of a rank also what it receives, once."""

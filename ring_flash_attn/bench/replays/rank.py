@@ -124,6 +124,12 @@ class LibraryRanks:
         """Tokens in the shard of a rank."""
         return self.problem.size(Side.QUERY, rank)
 
+    @property
+    def flops_per_pair(self) -> int:
+        """Of the forward pass, for a pair and a query head, over the batch."""
+        headdim, headdim_v = self.workload.headdim, self.workload.headdim_v
+        return 2 * self.workload.batch * (headdim + (headdim_v or headdim))
+
     def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> ReplayedRank:
         """A rank of many.
 

@@ -282,11 +282,11 @@ class _Session:
 
     def design(self, design: Ranks) -> Design:
         """What was found of it."""
-        workload, name = self._ours.workload, design.name
+        name = design.name
         return Design(
             name,
             self._ours.placement.world_size,
-            2 * workload.batch * (workload.headdim + (workload.headdim_v or workload.headdim)),
+            self._ours.flops_per_pair,
             self._base_pairs,
             self._measured(_Key(name, _BASE)),
             self._full_pairs,
