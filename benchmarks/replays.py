@@ -14,27 +14,28 @@ from pathlib import Path
 import torch
 
 from ring_flash_attn.bench import Replay, replay
+from ring_flash_attn.bench.inputs import call_of
 from ring_flash_attn.bench.machine import commit, machine, versions
-from ring_flash_attn.bench.replay_results import replay_rows
+from ring_flash_attn.bench.replays.results import replay_rows
 from ring_flash_attn.bench.results import Results
-from ring_flash_attn.kernels.base import Call, why_not
-from ring_flash_attn.plan.tiles import Mask
+from ring_flash_attn.bench.workload import Workload
+from ring_flash_attn.kernels.base import why_not
 
-PACK = [0, 3104, 6304, 7904, 8064, 8192]
+PACK = [8 * end for end in (0, 3104, 6304, 7904, 8064, 8192)]
 SHAPE = {"nheads": 32, "nheads_k": 8, "headdim": 128, "seqlen": 8192, "world_size": 8}
 KERNELS = ("fa4", "cudnn", "fa2", "triton")
 REPEATS = 7
 
 
-def scenarios() -> dict[str, dict]:
-    """By name; those of kernels that are not here are left out."""
+def replayed() -> dict[str, dict]:
+    """Arguments by name; those of kernels that are not here are left out."""
     found: dict[str, dict] = {}
     for kernel in KERNELS:
         for sources in (1, 2, 4):
             name = f"zigzag x ring x {kernel}, {sources} in a launch"
             found[name] = {"kernel": kernel, "sources_per_launch": sources}
     for kernel in ("fa2", "fa4"):
-        found[f"zigzag x ring x {kernel}, 1 in a launch"]["existing"] = kernel
+        found[f"zigzag x ring x {kernel}, 1 in a launch"]["baseline"] = kernel
     for kernel in ("fa4", "fa2", "triton"):
         packed = {"kernel": kernel, "cu_seqlens": PACK}
         for sources in (1, 2, 4):
@@ -48,16 +49,14 @@ def scenarios() -> dict[str, dict]:
 
 
 def _lacks(kernel: str) -> list[str]:
-    device, mask = torch.device("cuda", 0), Mask(right=0)
-    return why_not(kernel, Call(device, torch.bfloat16, 32, 8, 128, 128, 0.1, mask))
+    workload = Workload(nheads=32, nheads_k=8, headdim=128, causal=True)
+    return why_not(kernel, call_of(workload, torch.device("cuda", 0)))
 
 
 def line(name: str, found: Replay) -> str:
     """The slowest rank: efficiency, that against full blocks, exposed ms, MiB over the base's."""
     cells = []
-    for design in (found.ours, found.existing):
-        if design is None:
-            continue
+    for design in found.designs:
         rank = design.slowest(both=True)
         whole, full = design.efficiency(rank), design.full_rate_efficiency(rank)
         exposed, peak, base = rank.measured.exposed, rank.measured.peak, design.base.peak
@@ -67,12 +66,12 @@ def line(name: str, found: Replay) -> str:
             + (f"  {peak.both >> 20} MiB, {base.both >> 20} alone" if peak and base else "")
             + ("  HOST" if rank.measured.is_host_bound else "")
         )
-    return f"{name:58s} " + "\n    existing ".join(cells)
+    return f"{name:58s} " + "\n    baseline ".join(cells)
 
 
 def main(path: str, *parts: str) -> None:
     replays: dict[str, Replay] = {}
-    for name, options in scenarios().items():
+    for name, options in replayed().items():
         if parts and not any(part in name for part in parts):
             continue
         replays[name] = replay(

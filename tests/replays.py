@@ -1,4 +1,4 @@
-"""Small scenarios to replay, and a block of plain torch for the existing design."""
+"""Small workloads to replay, and a block of plain torch for the baseline."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ring_flash_attn.api.sharding import shard, unshard
-from ring_flash_attn.bench.contenders import OneRank, Stage
-from ring_flash_attn.bench.existing import ZigzagRing, run_together
-from ring_flash_attn.bench.scenario import make_scenario
+from ring_flash_attn.bench.machine import find_device
+from ring_flash_attn.bench.replays.baseline import ZigzagRing, run_together
+from ring_flash_attn.bench.replays.rank import LibraryRanks, ReplayedRank
+from ring_flash_attn.bench.workload import Placement, Workload
 from ring_flash_attn.comm import virtual_transports
 
 SMALL: dict[str, Any] = {
@@ -27,24 +28,29 @@ SMALL: dict[str, Any] = {
     "causal": True,
     "device": "cpu",
 }
-NONE: dict[str, Any] = dict.fromkeys(
-    ("ranks", "cu_seqlens", "heads_k_stride", "sources_per_launch")
-)
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    """Arguments of `replay`."""
-    return {**SMALL, "repeats": 1, **changes}
+    """Arguments of `replay`; those without a rank's tokens where there are documents."""
+    given = {**SMALL, "repeats": 1, **changes}
+    if "cu_seqlens" in changes and "seqlen" not in changes:
+        del given["seqlen"]
+    return given
 
 
-def stage(**changes: Any) -> Stage:
-    """Where its contenders come from."""
-    return Stage(make_scenario(**{**SMALL, **NONE, **changes}))
+def ranks(**changes: Any) -> LibraryRanks:
+    """Where replayed ranks come from; arguments as of `replay`."""
+    given = small(**changes)
+    place = {name: given[name] for name in Placement.__dataclass_fields__ if name in given}
+    call = {name: given[name] for name in Workload.__dataclass_fields__ if name in given}
+    if "seqlen" in given:
+        call["seqlen"] *= given["world_size"]
+    return LibraryRanks(Workload(**call), Placement(**place), find_device(given["device"]))
 
 
-def tensors(one_rank: OneRank) -> list[Tensor]:
+def tensors(rank: ReplayedRank) -> list[Tensor]:
     """What both passes return."""
-    (out, lse), grads = one_rank.both()
+    (out, lse), grads = rank.both()
     return [out, lse, *grads]
 
 
@@ -75,10 +81,10 @@ class TorchBlock:
         return torch.einsum("bhij,bjhd->bihd", ds, wide_k), dk, dv
 
 
-def existing_on_virtual_ranks(
+def baseline_on_virtual_ranks(
     qkv: list[Tensor], dout: Tensor, world_size: int, block: Any, merged: Any
 ) -> list[Tensor]:
-    """(out, dq, dk, dv) of all ranks of the existing design, put together."""
+    """(out, dq, dk, dv) of all ranks of the baseline, put together."""
     cut = [
         [shard(x, "zigzag", rank=rank, world_size=world_size) for x in (*qkv, dout)]
         for rank in range(world_size)

@@ -10,7 +10,7 @@ from typing import Any
 from replays import small
 
 from ring_flash_attn.bench import replay
-from ring_flash_attn.bench.replay_results import replay_rows
+from ring_flash_attn.bench.replays.results import replay_rows
 from ring_flash_attn.bench.results import Results, Row
 
 EVIL = '</script><img src=x onerror="window.hacked=1"><b>&amp;\''

@@ -13,7 +13,7 @@ import typer
 from nsight import RAW
 from typer.testing import CliRunner, Result
 
-from ring_flash_attn.bench.contenders import Kept
+from ring_flash_attn.bench.link import LINKS
 from ring_flash_attn.bench.machine import Peak
 from ring_flash_attn.bench.profile import parts, run
 from ring_flash_attn.bench.profile.activity import (
@@ -26,25 +26,26 @@ from ring_flash_attn.bench.profile.activity import (
     read_trace,
     union,
 )
-from ring_flash_attn.bench.profile.choice import make_subject
 from ring_flash_attn.bench.profile.counters import read_counters
 from ring_flash_attn.bench.profile.facts import Facts, Timed
 from ring_flash_attn.bench.profile.findings import find, short, verdicts
 from ring_flash_attn.bench.profile.parts import PARTS, prepare_folder
 from ring_flash_attn.bench.profile.roofline import BANDWIDTH, COMPUTE, NEITHER, Roofline
-from ring_flash_attn.bench.profile.subject import Subject
+from ring_flash_attn.bench.profile.subject import Subject, make_subject
 from ring_flash_attn.bench.profile.summary import summary
 from ring_flash_attn.bench.profile.texts import baseline_lines, comparison_lines
+from ring_flash_attn.bench.replays.rank import PersistentPool
+from ring_flash_attn.bench.replays.results import COMPUTE as COMPUTE_LANE
+from ring_flash_attn.bench.replays.results import TRANSFERS, Bar
 from ring_flash_attn.bench.results import BOTH, FORWARD, REPLAY, Results, Row, load
-from ring_flash_attn.bench.timeline import COMPUTE as COMPUTE_LANE
-from ring_flash_attn.bench.timeline import TRANSFERS, Bar
-from ring_flash_attn.bench.workload import Workload
+from ring_flash_attn.bench.workload import Placement, Workload
 from ring_flash_attn.cli.profile import profile
 
 CPU = torch.device("cpu")
 SMALL = Workload(1, 12, 4, 2, 8, True, (-1, -1), torch.float32)
-ON_A_RANK = Subject(SMALL, torch.device("cpu"), "reference", world_size=2, rank=1, link="pcie5")
-ON_GPU = Subject(SMALL, torch.device("cuda", 0), "triton")
+TWO_RANKS = Placement(2, kernel="reference", link=LINKS["pcie5"])
+ON_A_RANK = Subject(replace(SMALL, seqlen=24), TWO_RANKS, CPU, rank=1)
+ON_GPU = Subject(SMALL, Placement(1, kernel="triton"), torch.device("cuda", 0))
 WRITTEN = ("gpu_info", "baseline_benchmark", "comparison_results")
 DOCUMENTED = {  # by auto_profile.sh of the original documents
     "SUMMARY.md",
@@ -256,9 +257,9 @@ def test_findings_have_their_numbers() -> None:
 
 
 def test_findings_about_the_link() -> None:
-    rank = replace(ON_GPU, world_size=2)
+    rank = replace(ON_GPU, placement=Placement(2, kernel="triton"))
     assert "Communication was removed" in said(facts(subject=rank))
-    linked = replace(rank, link="ib400")
+    linked = replace(rank, placement=replace(rank.placement, link=LINKS["ib400"]))
     changes = {"subject": linked, "overlap": Overlap(7.0, 4.0, 3.0, 8.0)}
     text = said(facts(**changes, timed=(timed(1.0, 0.5, exposed=0.25, memory=None),)))
     assert "Of 4.000 ms of transfers over ib400, 75 % ran beside" in text
@@ -493,12 +494,12 @@ def test_memory_is_that_of_a_rank_that_keeps_no_buffers(
         return 7
 
     monkeypatch.setattr(run, "peak_bytes", size)
-    subject = replace(ON_A_RANK, link="none")
+    subject = replace(ON_A_RANK, placement=replace(TWO_RANKS, link=None))
     context = run.Context(tmp_path, 1, "rfa profile", lambda line: None)
     timed = run._time(subject, Peak(1.0, 1.0), context)
     assert [each.peak_bytes for each in timed] == [7, 7]
-    assert not any(isinstance(pool, Kept) for pool in pools)
-    assert isinstance(subject.one_rank(linked=False).prepared.ranks[0].pool, Kept)
+    assert not any(isinstance(pool, PersistentPool) for pool in pools)
+    assert isinstance(subject.one_rank(linked=False).prepared.ranks[0].pool, PersistentPool)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,6 @@ import torch
 from nsight import DETAILS, RAW
 
 from ring_flash_attn.bench.profile import child, tools
-from ring_flash_attn.bench.profile.choice import make_subject
 from ring_flash_attn.bench.profile.commands import (
     child_command,
     ncu_command,
@@ -23,13 +22,13 @@ from ring_flash_attn.bench.profile.commands import (
     nsys_stats_command,
 )
 from ring_flash_attn.bench.profile.counters import read_counters, sections_text
-from ring_flash_attn.bench.profile.subject import Subject
+from ring_flash_attn.bench.profile.subject import Subject, make_subject
 from ring_flash_attn.bench.results import BOTH
-from ring_flash_attn.bench.workload import Workload
+from ring_flash_attn.bench.workload import Placement, Workload
 
 CPU = torch.device("cpu")
 SMALL = Workload(1, 12, 4, 2, 8, True, (-1, -1), torch.float32)
-ON_GPU = Subject(SMALL, torch.device("cuda", 0), "triton")
+ON_GPU = Subject(SMALL, Placement(1, kernel="triton"), torch.device("cuda", 0))
 
 
 def ranks(**changes: Any) -> Subject:

@@ -13,22 +13,30 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from plain_library import PlainLibrary
-from replays import TorchBlock, small, stage, tensors
+from replays import TorchBlock, ranks, small, tensors
 from simulate import needed_rows
 from typer.testing import CliRunner, Result
 
-from ring_flash_attn.bench import LINKS, Link, Replay, replay, session
-from ring_flash_attn.bench.contenders import Kept, OneRank
-from ring_flash_attn.bench.holdings import walk_through
-from ring_flash_attn.bench.report import Design, Measured, Peak, RankResult, Times
-from ring_flash_attn.bench.results import BOTH as BOTH_PASSES
-from ring_flash_attn.bench.results import FORWARD as FORWARD_PASS
+from ring_flash_attn.bench import LINKS, Link, Replay, replay
+from ring_flash_attn.bench.replays import run
+from ring_flash_attn.bench.replays.memory import pass_costs
+from ring_flash_attn.bench.replays.rank import LibraryRanks, PersistentPool, ReplayedRank
+from ring_flash_attn.bench.replays.results import (
+    COMPUTE,
+    TRANSFERS,
+    ByPass,
+    Design,
+    Measured,
+    PassCost,
+    RankResult,
+    Times,
+    replay_rows,
+)
 from ring_flash_attn.bench.results import load
-from ring_flash_attn.bench.scenario import Scenario
-from ring_flash_attn.bench.timeline import BACKWARD, COMPUTE, FORWARD, TRANSFERS
 from ring_flash_attn.bench.timing import Samples
+from ring_flash_attn.bench.workload import BACKWARD, BOTH, FORWARD, Workload
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.replaying import explain, notes
+from ring_flash_attn.cli.replay import explain, notes
 from ring_flash_attn.draw.timeline import draw_timeline
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
@@ -41,13 +49,10 @@ FAST = Link("fast", 1e15, 0.0)
 # A rank alone.
 
 
-def row_bytes(transfer: Transfer, scenario: Scenario, backward: bool) -> int:
+def row_bytes(transfer: Transfer, workload: Workload, backward: bool) -> int:
     """Of one row and one KV head, as docs/design.md says what travels."""
-    group, d, element = (
-        scenario.nheads // scenario.nheads_k,
-        scenario.headdim,
-        scenario.dtype.itemsize,
-    )
+    group, d = workload.nheads // workload.nheads_k, workload.headdim
+    element = workload.torch_dtype.itemsize
     if transfer.side is Side.KEY:
         return 2 * d * (element if transfer.payload is Payload.INPUT else 4)
     if transfer.payload is Payload.INPUT:
@@ -55,43 +60,70 @@ def row_bytes(transfer: Transfer, scenario: Scenario, backward: bool) -> int:
     return group * 4 * (d if backward else d + 1)
 
 
-def plan_bytes(plan: Plan, scenario: Scenario, backward: bool) -> tuple[int, int]:
+def plan_bytes(plan: Plan, group: LibraryRanks, backward: bool) -> tuple[int, int]:
     """Sent and received."""
     sent = received = 0
     for transfer in (t for step in plan.steps for t in step.transfers):
         if transfer.source != transfer.target:
-            rows = scenario.size(transfer.owner)
+            rows = group.size(transfer.owner)
             if transfer.cut:
-                rows = len(needed_rows(scenario.problem, transfer.owner, transfer.user))
+                rows = len(needed_rows(group.problem, transfer.owner, transfer.user))
             heads = transfer.heads[1] - transfer.heads[0]
-            size = rows * heads * scenario.batch * row_bytes(transfer, scenario, backward)
+            size = rows * heads * group.workload.batch
+            size *= row_bytes(transfer, group.workload, backward)
             sent += size * (transfer.source == plan.rank)
             received += size * (transfer.target == plan.rank)
     return sent, received
 
 
+@pytest.mark.parametrize("cu_seqlens", [[0, 21, 21, 60], [0, 7, 8, 8, 52]], ids=["even", "uneven"])
 @pytest.mark.parametrize("route", route_names())
 @pytest.mark.parametrize("layout", layout_names())
-def test_every_layout_and_route_is_replayed(layout: str, route: str) -> None:
-    found = replay(
-        **small(layout=layout, route=route, cu_seqlens=[0, 7, 7, 20], ranks=[2, 1]),
-        link="ib400",
-        timeline=True,
-    )
-    scenario = stage(layout=layout, route=route, cu_seqlens=[0, 7, 7, 20]).scenario
+def test_every_layout_and_route_is_replayed(layout: str, route: str, cu_seqlens: list[int]) -> None:
+    """Documents are those of all ranks, and need not divide by their number."""
+    given = {"layout": layout, "route": route, "cu_seqlens": cu_seqlens}
+    found = replay(**small(**given, ranks=[2, 1]), link="ib400", timeline=True)
+    group = ranks(**given)
     assert [each.rank for each in found.ours.ranks] == [2, 1]
+    assert sum(map(group.size, range(3))) == cu_seqlens[-1] == found.workload.seqlen
     for each in found.ours.ranks:
-        for walked, backward in zip(each.walked, (False, True), strict=True):
-            plan = make_plan(route, scenario.problem, each.rank, backward)
-            assert walked.launches == sum(len(step.work) for step in plan.steps)
-            assert (walked.sent, walked.received) == plan_bytes(plan, scenario, backward)
+        for cost, backward in zip(each.costs, (False, True), strict=True):
+            plan = make_plan(route, group.problem, each.rank, backward)
+            assert cost.launches == sum(len(step.work) for step in plan.steps)
+            assert (cost.sent, cost.received) == plan_bytes(plan, group, backward)
             assert each.pairs == 2 * plan.pairs
-        assert each.tokens == scenario.size(each.rank)
+        assert each.tokens == group.size(each.rank)
     slowest = found.ours.slowest(both=True)
-    for direction, walked in zip((FORWARD, BACKWARD), slowest.walked, strict=True):
+    for direction, cost in zip((FORWARD, BACKWARD), slowest.costs, strict=True):
         bars = [bar for bar in found.timeline if bar.direction == direction]
-        assert sum(bar.lane == COMPUTE for bar in bars) == walked.launches
-        assert sum(bar.lane == TRANSFERS for bar in bars) == walked.posts
+        assert sum(bar.lane == COMPUTE for bar in bars) == cost.launches
+        assert sum(bar.lane == TRANSFERS for bar in bars) == cost.posts
+
+
+def test_all_pairs_of_documents_are_computed_by_somebody() -> None:
+    """In shards of one stream that is cut anywhere."""
+    documents = {"cu_seqlens": [0, 7, 8, 8, 52], "layout": "flat_contiguous"}
+    found = replay(**small(**documents, route="all_gather"))
+    assert [each.tokens for each in found.ours.ranks] == [17, 17, 18]
+    lengths = (7, 1, 44)
+    assert sum(each.pairs for each in found.ours.ranks) == 4 * sum(
+        length * (length + 1) // 2 for length in lengths
+    )
+    assert found.ours.base_pairs == 4 * (2 * 3 // 2 + 15 * 16 // 2)  # 2, 0, 0 and 15 tokens
+    (row, *_) = replay_rows(found)
+    assert (row.workload["seqlen"], row.workload["lengths"]) == (17, [7, 1, 0, 44])
+    assert row.placement == {
+        "world_size": 3,
+        "layout": "flat_contiguous",
+        "route": "all_gather",
+        "link": "none",
+        "rank": 0,
+    }
+
+
+def costs(rank: ReplayedRank, group: LibraryRanks) -> tuple[PassCost, PassCost]:
+    """Forward and backward."""
+    return pass_costs(rank.prepared, rank.shard, group.data)
 
 
 def test_a_kernel_of_blocks_holds_no_delta(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +133,11 @@ def test_a_kernel_of_blocks_holds_no_delta(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "plain_kernel", module)
     entries = {**base._ENTRIES, "plain": base.Entry("plain_kernel", "")}
     monkeypatch.setattr(base, "_ENTRIES", entries)
-    plain, reference = (
-        stage(kernel=kernel, world_size=2, route="query_ring", causal=False).rank(0, None)
+    groups = [
+        ranks(kernel=kernel, world_size=2, route="query_ring", causal=False)
         for kernel in ("plain", "reference")
-    )
-    ours, theirs = (walk_through(each.prepared, each.shard)[1] for each in (plain, reference))
+    ]
+    ours, theirs = (costs(group.rank(0, None), group)[1] for group in groups)
     assert "delta" in theirs.held
     assert "delta" not in ours.held
     assert ours.sent - theirs.sent == 20 * 4 * (8 * 2 - 4)
@@ -114,7 +146,7 @@ def test_a_kernel_of_blocks_holds_no_delta(monkeypatch: pytest.MonkeyPatch) -> N
 def test_several_sources_in_one_launch() -> None:
     """Two launches and one post forward, one of each more backward; what is held is named once."""
     found = replay(**small(world_size=4, sources_per_launch=3, ranks=[3], dtype=torch.float32))
-    forward, backward = found.ours.ranks[0].walked
+    forward, backward = found.ours.ranks[0].costs
     assert (forward.launches, backward.launches) == (2, 3)
     assert (forward.posts, backward.posts) == (1, 4)
     assert list(forward.held) == ["K, V in flight"]
@@ -123,9 +155,8 @@ def test_several_sources_in_one_launch() -> None:
 
 def test_bytes_of_queries_that_travel_backward() -> None:
     """On 2 ranks: q, dout, lse and delta go one way, dq comes back."""
-    alone = stage(world_size=2, route="query_ring", causal=False)
-    rank = alone.rank(0, None)
-    _, backward = walk_through(rank.prepared, rank.shard)
+    group = ranks(world_size=2, route="query_ring", causal=False)
+    _, backward = costs(group.rank(0, None), group)
     rows = 20 * 4
     assert backward.sent == rows * (2 * 8 * 2 + 2 * 4) + rows * 8 * 4
     assert backward.received == backward.sent
@@ -154,7 +185,7 @@ class Spy:
 @pytest.mark.parametrize("route", route_names())
 def test_a_rank_alone_launches_what_its_plans_say(route: str) -> None:
     for rank in range(3):
-        alone = stage(route=route).rank(rank, None)
+        alone = ranks(route=route).rank(rank, None)
         spy = Spy(alone.prepared.kernel)
         replace(alone, prepared=replace(alone.prepared, kernel=spy)).both()
         (local,) = alone.prepared.ranks
@@ -174,16 +205,16 @@ def test_numbers_are_sane(
     route: str, link: Link | None, dtype: torch.dtype, nan_memory: None
 ) -> None:
     heads = 1 if route == "all_gather" else None
-    one_rank = stage(route=route, heads_k_stride=heads, dtype=dtype).rank(1, link)
+    one_rank = ranks(route=route, heads_k_stride=heads, dtype=dtype).rank(1, link)
     for _ in range(30):
         assert all(x.isfinite().all() for x in tensors(one_rank))
 
 
 @pytest.mark.parametrize("route", route_names())
 def test_buffers_that_stay_are_used_again(route: str) -> None:
-    one_rank = stage(route=route).rank(1, None)
+    one_rank = ranks(route=route).rank(1, None)
     (local,) = one_rank.prepared.ranks
-    assert isinstance(local.pool, Kept)
+    assert isinstance(local.pool, PersistentPool)
     assert local.pool.free == {}
     counts = []
     for _ in range(3):
@@ -195,8 +226,8 @@ def test_buffers_that_stay_are_used_again(route: str) -> None:
 
 def test_what_a_ring_holds_is_what_the_documents_say() -> None:
     """2 shards of K and V, 3 of dK and dV, the state, the accumulators (docs/design.md)."""
-    one_rank = stage(world_size=8, sources_per_launch=1).rank(3, None)
-    forward, backward = walk_through(one_rank.prepared, one_rank.shard)
+    group = ranks(world_size=8, sources_per_launch=1)
+    forward, backward = costs(group.rank(3, None), group)
     keys = 2 * 20 * 2 * 8 * 2  # K and V of a shard, bytes
     queries = 20 * 4 * 8 * 4  # out or dQ in fp32
     assert forward.held == {"state of out, fp32": queries, "K, V in flight": 2 * keys}
@@ -214,11 +245,13 @@ def test_what_a_ring_holds_is_what_the_documents_say() -> None:
 def test_what_groups_hold(world_size: int, sources: int, cu_seqlens: list[int] | None) -> None:
     """2 G shards of K and V and 3 G of dK and dV at most, however many ranks there are."""
     keys = 2 * 20 * 2 * 8 * 2
-    group = stage(world_size=world_size, sources_per_launch=sources, cu_seqlens=cu_seqlens)
+    given: dict[str, Any] = {"world_size": world_size, "sources_per_launch": sources}
+    if cu_seqlens is not None:
+        given["cu_seqlens"] = [world_size * offset for offset in cu_seqlens]
+    group = ranks(**given)
     found = []
     for rank in range(world_size):
-        one_rank = group.rank(rank, None)
-        forward, backward = walk_through(one_rank.prepared, one_rank.shard)
+        forward, backward = costs(group.rank(rank, None), group)
         assert forward.held["K, V in flight"] <= 2 * sources * keys
         assert backward.held["K, V in flight"] <= 2 * sources * keys
         assert backward.held["dK, dV in flight"] <= 3 * sources * 2 * keys
@@ -232,7 +265,8 @@ def test_what_groups_hold(world_size: int, sources: int, cu_seqlens: list[int] |
 
 def measured(forward: float, both: float, *linked: float) -> Measured:
     times = Times(forward, both)
-    return Measured(times, Times(*linked) if linked else None, times, Peak(1, 2))
+    runs = ByPass((forward,), (both,))
+    return Measured(times, Times(*linked) if linked else None, times, ByPass(1, 2), runs)
 
 
 def design() -> Design:
@@ -263,9 +297,9 @@ def test_efficiency_and_rates() -> None:
 def test_one_device_works_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The base 4 times in a row, whole blocks of twice its pairs half as often; then per run."""
     runs: list[int] = []
-    plain = OneRank.forward
+    plain = ReplayedRank.forward
 
-    def counted(self: OneRank) -> object:
+    def counted(self: ReplayedRank) -> object:
         runs[-1] += 1
         return plain(self)
 
@@ -277,8 +311,8 @@ def test_one_device_works_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> 
             found[key] = Samples((8.0 * runs[-1],), (4.0,))
         return found
 
-    monkeypatch.setattr(session, "interleaved", timed)
-    monkeypatch.setattr(OneRank, "forward", counted)
+    monkeypatch.setattr(run, "interleaved", timed)
+    monkeypatch.setattr(ReplayedRank, "forward", counted)
     runs.append(0)  # what is run for its memory
     found = replay(**small(world_size=4, seqlen=512, ranks=[1]), link="pcie5")
     assert runs[1:] == [4, 4, 2, 2, 1, 1, 1, 1]
@@ -288,17 +322,15 @@ def test_one_device_works_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.ours.ranks[0].measured.removed == Times(8, 8)
 
 
-def test_pairs_and_flops_of_a_scenario() -> None:
-    scenario = stage(world_size=4, seqlen=16).scenario
-    assert scenario.base_pairs == 4 * 16 * 17 // 2
-    assert scenario.full_pairs == 4 * 16 * 16
-    found = replay(**small(world_size=4, seqlen=16))
-    total = sum(each.pairs for each in found.ours.ranks)
-    assert total == 4 * 64 * 65 // 2
-    assert found.ours.flops_per_pair == 4 * 8
-    documents = stage(cu_seqlens=[0, 3, 10]).scenario
+def test_pairs_and_flops_of_a_workload() -> None:
+    found = replay(**small(world_size=4, seqlen=16)).ours
+    assert found.base_pairs == 4 * 16 * 17 // 2
+    assert found.full_pairs == 4 * 16 * 16
+    assert sum(each.pairs for each in found.ranks) == 4 * 64 * 65 // 2
+    assert found.flops_per_pair == 4 * 8
+    documents = replay(**small(cu_seqlens=[0, 9, 30])).ours
     assert documents.base_pairs == 4 * (3 * 4 // 2 + 7 * 8 // 2)
-    assert documents.problem.lengths_q == (9, 21)
+    assert documents.full_pairs == 4 * 10 * 10
 
 
 # Reports.
@@ -307,21 +339,37 @@ def test_pairs_and_flops_of_a_scenario() -> None:
 @pytest.fixture(scope="module")
 def found() -> Replay:
     """One replay for all that follows."""
-    return replay(**small(), link="nvlink4", existing=TorchBlock(), timeline=True)
+    return replay(**small(), link="nvlink4", baseline=TorchBlock(), timeline=True)
 
 
 def test_json_there_and_back(found: Replay) -> None:
     values = json.loads(json.dumps(found.to_dict()))
     assert Replay.from_dict(values) == found
-    assert values["scenario"]["dtype"] == "bfloat16"
-    assert values["scenario"]["kernel"] == "reference"
-    assert set(values["derived"]) == {"ours", "existing"}
-    share = values["derived"]["ours"]["ranks"]["1"]["efficiency_percent"]["forward"]
-    assert share == found.ours.efficiency(found.ours.ranks[1]).forward
+    assert values["workload"]["dtype"] == "bfloat16"
+    assert values["placement"]["kernel"] == "reference"
+    assert values["ours"]["ranks"][1]["measured"]["linked"]["forward"] > 0
     removed = replay(**small(ranks=[0]))
     values = removed.to_dict()
-    assert (values["link"], values["existing"], values["timeline"]) == (None, None, ())
+    assert (values["placement"]["link"], values["baseline"], values["timeline"]) == (None,) * 2 + (
+        (),
+    )
     assert Replay.from_dict(json.loads(json.dumps(values))) == removed
+
+
+def test_earlier_files_are_read() -> None:
+    """Their documents are those of a rank."""
+    documents = {"cu_seqlens": [0, 9, 30], "route": "all_gather", "heads_k_stride": 1}
+    found = replay(**small(**documents), link="nvlink4")
+    values = json.loads(json.dumps(found.to_dict()))
+    link = values["placement"].pop("link")
+    call = {**values.pop("workload"), "lengths": [3, 7], "packed": True}
+    del call["seqlen"], call["window"]
+    more = {"ranks": [0, 1, 2], "device": "cpu"}
+    values["scenario"] = {**call, **values.pop("placement"), **more}
+    values |= {"link": link, "existing": values.pop("baseline")}
+    for rank in values["ours"]["ranks"]:
+        rank["walked"] = rank.pop("costs")
+    assert Replay.from_dict(values) == found
 
 
 def test_the_timeline_is_a_picture(found: Replay) -> None:
@@ -346,16 +394,19 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
         ({"nheads": 3}, "multiple"),
         ({"heads_k_stride": 1}, "heads_k_stride = 1"),
         ({"cu_seqlens": [1, 5]}, "cu_seqlens 1,5"),
+        ({"cu_seqlens": [0, 2]}, "world_size 3: only 2 tokens"),
+        ({"cu_seqlens": [0, 5, 20], "seqlen": 20}, "of the whole stream.* must end at 3 × 20 = 60"),
         ({"cu_seqlens": [0, 5], "batch": 2}, "batch 2: packed documents have batch 1"),
         ({"device": "abacus"}, "device .abacus. does not exist"),
         ({"repeats": 0}, "repeats must be positive"),
         ({"link": "string"}, "unknown link 'string'"),
-        ({"existing": True}, "fa2: it needs an NVIDIA GPU"),
-        ({"existing": "fa4"}, "fa4: "),
-        ({"existing": "abacus"}, "unknown library 'abacus'; choose one of fa4, "),
-        ({"existing": TorchBlock(), "causal": False}, "only the causal one"),
-        ({"existing": TorchBlock(), "seqlen": 21}, "21 tokens are odd"),
-        ({"dtype": torch.int32}, "floating point"),
+        ({"baseline": True}, "fa2: it needs an NVIDIA GPU"),
+        ({"existing": "fa4"}, "the baseline: fa4: "),
+        ({"existing": "fa4", "baseline": True}, "the old name of baseline"),
+        ({"baseline": "abacus"}, "unknown library 'abacus'; choose one of fa4, "),
+        ({"baseline": TorchBlock(), "causal": False}, "only the causal one"),
+        ({"baseline": TorchBlock(), "seqlen": 21}, "21 tokens are odd"),
+        ({"dtype": torch.int32}, "unknown dtype 'int32'"),
     ]
     for changes, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -372,7 +423,7 @@ def test_a_host_that_is_too_slow_is_named(found: Replay) -> None:
         slow = replace(first, measured=replace(measured(3, 5, 4, 6), host=Times(*host)))
         fine = [replace(each, measured=measured(3, 5)) for each in others]
         ours = replace(found.ours, ranks=(slow, *fine))
-        return replace(found, ours=ours, existing=None, device="a GPU")
+        return replace(found, ours=ours, baseline=None, device="a GPU")
 
     says = [list(notes(with_host(*host))) for host in ((4, 6), (4.5, 6), (4, 6.5))]
     assert ["work of ranks 0 than" in lines[-1] for lines in says] == [False, True, True]
@@ -410,10 +461,10 @@ def test_the_command_says_what_it_is(tmp_path: Path) -> None:
     (found,) = (Replay.from_dict(each) for each in results.details["replays"].values())
     assert found.link == LINKS["pcie5"]
     assert [(row.passes, row.placement["rank"]) for row in results.rows] == [
-        (FORWARD_PASS, 0),
-        (FORWARD_PASS, 1),
-        (BOTH_PASSES, 0),
-        (BOTH_PASSES, 1),
+        (FORWARD, 0),
+        (FORWARD, 1),
+        (BOTH, 0),
+        (BOTH, 1),
     ]
     for row, rank in zip(results.rows, (*found.ours.ranks, *found.ours.ranks), strict=True):
         assert row.ms == getattr(rank.measured.times, row.passes)
@@ -424,12 +475,11 @@ def test_the_command_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_the_command_without_communication() -> None:
-    documents = ("--cu-seqlens", "0,5,16", "--rank", "1", "--full")
-    shape = HERE[HERE.index("--nheads") :]  # documents say how many tokens there are
-    result = rfa(*shape, *documents, "--route", "all_gather", "--heads-k-stride", "1")
+    documents = ("--cu-seqlens", "0,11,32", "--rank", "1", "--full")  # 16 tokens of each rank
+    result = rfa(*HERE, *documents, "--route", "all_gather", "--heads-k-stride", "1")
     assert result.exit_code == 0, result.output
     assert "Communication is removed" in result.output
-    assert "16 tokens in 2 documents" in result.output
+    assert "16 tokens of 2 documents (32 tokens)" in result.output
     assert "rank 0" not in result.output
     assert "n/a" in result.output
 
@@ -450,6 +500,9 @@ def test_the_command_without_communication() -> None:
         (("--dtype", "int8"), "int8"),
         (("--existing",), "NVIDIA GPU"),
         (("--existing-kernel", "abacus"), "abacus"),
+        (("--baseline",), "--baseline: fa2"),
+        (("--baseline-kernel", "abacus"), "abacus"),
+        (("--cu-seqlens", "0,5,16"), "--seqlen 16 and --cu-seqlens 0,5,16: offsets are those of"),
         (("--device", "abacus"), "abacus"),
         (("--json", "/"), "cannot write /"),
         (("--svg", "/dev/null/picture.svg"), "cannot write /dev/null"),

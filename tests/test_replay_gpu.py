@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from replays import existing_on_virtual_ranks, small, stage, tensors
+from replays import baseline_on_virtual_ranks, ranks, small, tensors
 
 from ring_flash_attn.bench import LINKS, Link, Replay, replay
-from ring_flash_attn.bench.existing import ByLibrary, scripted_merge
-from ring_flash_attn.bench.pace import Bank, Peers
-from ring_flash_attn.bench.timeline import COMPUTE, TRANSFERS
+from ring_flash_attn.bench.replays.baseline import NativeAttention, scripted_merge
+from ring_flash_attn.bench.replays.emulated import EmulatedRanks, RandomData
+from ring_flash_attn.bench.replays.results import COMPUTE, TRANSFERS
 from ring_flash_attn.comm import Message
 from ring_flash_attn.draw.timeline import draw_timeline
 from ring_flash_attn.plan.build import route_names
@@ -28,7 +28,7 @@ pytestmark = [
 def elapsed(link: Link, messages: list[Message]) -> float:
     """Seconds of a post and the wait for it, by events of the current stream."""
     device = torch.device("cuda", torch.cuda.current_device())
-    transport = Peers(device, link, Bank(device)).transport()
+    transport = EmulatedRanks(device, link, RandomData(device)).transport()
     times = []
     for _ in range(5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -54,10 +54,10 @@ def test_a_link_is_as_slow_as_it_says(name: str) -> None:
 
 def test_a_transfer_beside_a_kernel_takes_no_longer_than_the_longer() -> None:
     """Though the kernel has every multiprocessor."""
-    from ring_flash_attn.bench.clock import spin_kernel
+    from ring_flash_attn.bench.replays.spin import spin_kernel
 
     device = torch.device("cuda", torch.cuda.current_device())
-    transport = Peers(device, Link("slow", 1e12, 5e-3), Bank(device)).transport()
+    transport = EmulatedRanks(device, Link("slow", 1e12, 5e-3), RandomData(device)).transport()
     message = Message(torch.empty(8, 1, 1, 1, device="cuda"), 1, True)
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     times = []
@@ -77,7 +77,7 @@ def test_a_transfer_beside_a_kernel_takes_no_longer_than_the_longer() -> None:
 def test_many_messages_of_a_post_are_copied_at_once() -> None:
     """One by one they would wait one by one for a GPU that is full."""
     device = torch.device("cuda", torch.cuda.current_device())
-    transport = Peers(device, LINKS["nvlink4"], Bank(device)).transport()
+    transport = EmulatedRanks(device, LINKS["nvlink4"], RandomData(device)).transport()
     tensors = torch.empty(24, 64, 1, 2, 64, dtype=torch.bfloat16, device=device)
     messages = [Message(tensor, 1, True) for tensor in tensors]
     for _ in range(2):
@@ -98,16 +98,16 @@ def test_many_messages_of_a_post_are_copied_at_once() -> None:
 @pytest.mark.parametrize("link", [None, LINKS["nvlink4"]], ids=["removed", "emulated"])
 def test_numbers_are_sane_on_a_gpu(route: str, link: Link | None) -> None:
     changes = {"kernel": "triton", "device": "cuda", "seqlen": 512, "headdim": 64}
-    one_rank = stage(route=route, **changes).rank(1, link)
+    one_rank = ranks(route=route, **changes).rank(1, link)
     for _ in range(3):
         assert all(x.isfinite().all() for x in tensors(one_rank))
 
 
 def test_everything_at_once_on_a_gpu() -> None:
     changes = {"kernel": "triton", "device": "cuda", "seqlen": 1024, "headdim": 64}
-    found = replay(**small(**changes), link="nvlink4", existing=True, timeline=True)
-    assert found.existing is not None
-    for each in (*found.ours.ranks, *found.existing.ranks):
+    found = replay(**small(**changes), link="nvlink4", baseline=True, timeline=True)
+    assert found.baseline is not None
+    for each in (*found.ours.ranks, *found.baseline.ranks):
         assert each.measured.peak is not None
         assert each.measured.peak.both > 0
         assert each.measured.times.both > each.measured.times.forward > 0
@@ -118,13 +118,15 @@ def test_everything_at_once_on_a_gpu() -> None:
     ElementTree.fromstring(draw_timeline(found))
 
 
-def test_the_existing_design_is_right_on_flash_attention_2() -> None:
+def test_the_baseline_is_right_on_flash_attention_2() -> None:
     torch.manual_seed(0)
     shapes = [(1, 1024, heads, 64) for heads in (4, 2, 2, 4)]
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     expected, _ = oracle(*leaves, Rules(causal=True))
     want = [expected, *torch.autograd.grad(expected, leaves, inputs[3].double())]
-    got = existing_on_virtual_ranks(inputs[:3], inputs[3], 4, ByLibrary("fa2"), scripted_merge())
+    got = baseline_on_virtual_ranks(
+        inputs[:3], inputs[3], 4, NativeAttention("fa2"), scripted_merge()
+    )
     for ours, theirs in zip(got, want, strict=True):
         assert (ours.double() - theirs).abs().max() < 3e-2 * theirs.abs().max()

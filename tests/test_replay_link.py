@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from ring_flash_attn.bench import LINKS, Link, find_link, pace
-from ring_flash_attn.bench.pace import Bank, CudaWire, Peers
+from ring_flash_attn.bench import LINKS, Link, find_link
+from ring_flash_attn.bench.replays import emulated
+from ring_flash_attn.bench.replays.emulated import CudaLink, EmulatedRanks, RandomData
 from ring_flash_attn.comm import Message
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def sent(*shape: int) -> Message:
 
 def test_a_post_takes_its_time_and_posts_queue_up() -> None:
     link = Link("slow", 1e6, 5e-3)
-    transport = Peers(CPU, link, Bank(CPU)).transport()
+    transport = EmulatedRanks(CPU, link, RandomData(CPU)).transport()
     start = time.perf_counter()
     first = received(1000, 1, 5, 1)  # 20 kB: 20 ms, and 5
     transport.post([first, sent(100)])
@@ -49,7 +50,7 @@ def test_a_post_takes_its_time_and_posts_queue_up() -> None:
 
 def test_a_transfer_is_hidden_behind_work() -> None:
     link = Link("slow", 1e6, 0.2)
-    transport = Peers(CPU, link, Bank(CPU)).transport()
+    transport = EmulatedRanks(CPU, link, RandomData(CPU)).transport()
     start = time.perf_counter()
     transport.post([received(1, 1, 1, 1)])
     time.sleep(0.2)
@@ -58,8 +59,8 @@ def test_a_transfer_is_hidden_behind_work() -> None:
 
 
 def test_two_ends_share_a_link_and_wait_for_their_own() -> None:
-    peers = Peers(CPU, Link("slow", 1e6, 0.2), Bank(CPU))
-    one, other = peers.transport(), peers.transport()
+    others = EmulatedRanks(CPU, Link("slow", 1e6, 0.2), RandomData(CPU))
+    one, other = others.transport(), others.transport()
     start = time.perf_counter()
     one.post([received(1, 1, 1, 1)])
     other.post([received(1, 1, 1, 1)])
@@ -70,7 +71,7 @@ def test_two_ends_share_a_link_and_wait_for_their_own() -> None:
 
 
 def test_removed_messages_fill_a_buffer_once() -> None:
-    transport = Peers(CPU, None, Bank(CPU)).transport()
+    transport = EmulatedRanks(CPU, None, RandomData(CPU)).transport()
     message, rows = received(4, 1, 2, 3), received(4, 1, 2)
     transport.post([message, rows])
     transport.wait()
@@ -125,13 +126,13 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(("main", "pauses")))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    wire = CudaWire.__new__(CudaWire)
-    wire._device, wire._stream, wire._copying = CPU, side, copies  # type: ignore[assignment]
-    wire._posted = wire._joined = 0
-    monkeypatch.setattr(pace, "_clock", lambda: FakeClock(log))
-    monkeypatch.setattr(pace, "wire_of", lambda device: wire)
-    peers = Peers(CPU, Link("own", 1e3, 1.0), Bank(CPU))
-    one, other = peers.transport(), peers.transport()
+    link = CudaLink.__new__(CudaLink)
+    link._device, link._timing, link._copying = CPU, side, copies  # type: ignore[assignment]
+    link._posted = link._awaited = 0
+    monkeypatch.setattr(emulated, "_spin", lambda: FakeClock(log))
+    monkeypatch.setattr(emulated, "link_of", lambda device: link)
+    others = EmulatedRanks(CPU, Link("own", 1e3, 1.0), RandomData(CPU))
+    one, other = others.transport(), others.transport()
     message = received(2, 1, 1, 1)
     one.post([message])  # 8 bytes
     one.post([sent(500)])  # 2000 bytes
@@ -202,7 +203,7 @@ def test_the_waiting_kernel_reads_the_clock_again_and_again() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ring_flash_attn.bench.clock import spin_kernel
+from ring_flash_attn.bench.replays.spin import spin_kernel
 
 for kind in ("i32", "i64"):
     source = ASTSource(spin_kernel, {"duration": kind})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plain_library import PlainLibrary
-from replays import stage
+from replays import ranks
 from torch.profiler import ProfilerActivity, profile
 
 import ring_flash_attn as rfa
@@ -51,7 +51,7 @@ def test_while_they_are_off_nothing_is_made(pushed: list[str]) -> None:
     with span(name, 1) as nothing:
         assert nothing is None
     assert span("{.missing}", object()) is span("something else")
-    stage().rank(0, None).both()
+    ranks().rank(0, None).both()
     assert pushed == []
 
 
@@ -78,7 +78,7 @@ def test_they_are_off_again_after_an_error(pushed: list[str]) -> None:
 
 def test_ranges_of_a_rank(pushed: list[str]) -> None:
     """Rank 2 of 3: all keys of others in one launch forward, in two backward."""
-    rank = stage(sources_per_launch=2).rank(2, None)
+    rank = ranks(sources_per_launch=2).rank(2, None)
     with tracing():
         rank.both()
     kernel = "zigzag x ring x reference"
@@ -99,7 +99,7 @@ def test_ranges_of_a_rank(pushed: list[str]) -> None:
 
 
 def test_a_post_says_what_it_sends(pushed: list[str]) -> None:
-    rank = stage(world_size=2, causal=False).rank(0, None)
+    rank = ranks(world_size=2, causal=False).rank(0, None)
     with tracing():
         rank.forward()
     size = 2 * 2 * 20 * 2 * 8 * 2 / 1e6  # k and v, both ways: rows, heads, headdim, bytes
@@ -110,7 +110,7 @@ def test_a_post_says_what_it_sends(pushed: list[str]) -> None:
 @pytest.mark.parametrize(("route", "word"), [("query_ring", "queries"), ("all_gather", "keys")])
 def test_steps_say_whose_shards_they_are_about(pushed: list[str], route: str, word: str) -> None:
     with tracing():
-        stage(route=route, causal=False).rank(1, None).forward()
+        ranks(route=route, causal=False).rank(1, None).forward()
     assert any(re.match(rf"step \d: {word} of ranks? ", name) for name in pushed)
 
 

@@ -74,7 +74,7 @@ WRONG = {
     "replay --link-gbps 5 --link nvlink4": "--link nvlink4 and --link-gbps 5",
     "replay --latency-us 3": "--latency-us 3 needs --link or --link-gbps",
     "replay --link-gbps 5 --latency-us -3": "--latency-us must not be negative",
-    "replay --existing --device cpu": "--existing: fa2: it needs an NVIDIA GPU",
+    "replay --existing --device cpu": "--baseline: fa2: it needs an NVIDIA GPU",
     "replay --existing-kernel nonsense": "'--existing-kernel': unknown library 'nonsense'",
     "replay --svg FOLDER": "--svg: cannot write",
     "bench --seqlen abc": "--seqlen must be a number",

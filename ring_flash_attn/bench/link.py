@@ -1,4 +1,4 @@
-"""Links: how fast a rank's way to the others is, by name."""
+"""Links between ranks, by name: bandwidth and latency; `replays/emulated.py` emulates them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 NONE = "none"  # communication is removed
-OWN = "own"  # given in numbers
+OWN = "own"  # the user's, in numbers
 
 
 @dataclass(frozen=True, slots=True)

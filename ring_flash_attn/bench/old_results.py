@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .replay_results import replay_rows
-from .report import Replay
+from .replays.results import Replay, replay_rows
 from .results import BACKWARD, BOTH, COMPARE, FORWARD, Results, Row
 from .verify_results import verify_rows
 

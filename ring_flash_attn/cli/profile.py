@@ -88,11 +88,11 @@ def profile(
     rfa profile --seqlen 128 --device cpu --no-grad
     """
     from ..bench.machine import command, find_device
-    from ..bench.profile.choice import make_subject
     from ..bench.profile.findings import find, verdicts
     from ..bench.profile.parts import SUMMARY, prepare_folder
     from ..bench.profile.run import Context, results
     from ..bench.profile.run import profile as run_profile
+    from ..bench.profile.subject import make_subject
 
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}

@@ -3,79 +3,68 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
+from rich.table import Table
 
-from ..bench.link import LINKS, NONE, find_link
+from ..bench.link import NONE, find_link
+from ..bench.replays.results import Design, Measured, RankResult, Replay, replay_rows
 from ..bench.results import check_output
-from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
-from ..plan import routes as _routes  # registers them
-from ..plan.build import route_names
-from ..plan.layout import layout_names
-from .groups import check_lengths
-from .measuring import write
+from ..bench.workload import BACKWARD, BOTH, FORWARD
+from ..kernels.base import AUTO, LIBRARIES
+from . import options
+from .measuring import ON_CPU, write
 from .screen import screen, status
 
-del _routes
+_MIB = 2**20
 
 
 def replay(
-    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 8,
+    world_size: options.WorldSize = 8,
     rank: Annotated[
         list[int] | None, typer.Option(min=0, help="Each of these; by default all ranks.")
     ] = None,
-    layout: Annotated[str, typer.Option(help=f"One of {', '.join(layout_names())}.")] = "zigzag",
-    route: Annotated[str, typer.Option(help=f"One of {', '.join(route_names())}.")] = "ring",
-    kernel: Annotated[
-        str, typer.Option(help=f"One of {', '.join((AUTO, NATIVE, *kernel_names()))}.")
-    ] = AUTO,
+    layout: options.Layout = "zigzag",
+    route: options.Route = "ring",
+    kernel: options.Kernel = AUTO,
     seqlen: Annotated[
         int | None, typer.Option(min=1, help="Tokens of each rank; by default 8192.")
     ] = None,
-    cu_seqlens: Annotated[
-        str | None,
-        typer.Option(
-            help="Packed documents instead: offsets in each rank's shard, as 0,3104,8192."
-        ),
-    ] = None,
+    cu_seqlens: options.CuSeqlens = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     nheads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     nheads_k: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
     headdim: Annotated[int, typer.Option(min=1, help="Head dimension.")] = 128,
-    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
-    causal: Annotated[
-        bool, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
-    ] = True,
-    heads_k_stride: Annotated[
-        int | None, typer.Option(min=1, help="KV heads that travel together (all_gather).")
-    ] = None,
-    sources_per_launch: Annotated[
-        int | None, typer.Option(min=1, help="Ranks whose keys one launch takes (ring).")
-    ] = None,
-    link: Annotated[
-        str, typer.Option(help=f"Emulated: {', '.join(LINKS)}; {NONE}: communication is removed.")
-    ] = NONE,
+    dtype: options.Dtype = "bfloat16",
+    causal: options.Causal = True,
+    heads_k_stride: options.HeadsKStride = None,
+    sources_per_launch: options.SourcesPerLaunch = None,
+    link: options.LinkName = NONE,
     link_gbps: Annotated[
         float | None, typer.Option(help="A link in numbers: 10⁹ bytes a second, each way.")
     ] = None,
     latency_us: Annotated[
         float | None, typer.Option(help="µs that a post takes at least; each link has its own.")
     ] = None,
-    existing: Annotated[
-        bool, typer.Option("--existing", help="The existing library's zigzag design as well.")
+    baseline: Annotated[
+        bool,
+        typer.Option("--baseline", "--existing", help="ring-flash-attn 0.1.8's zigzag as well."),
     ] = False,
-    existing_kernel: Annotated[
-        str | None, typer.Option(help=f"The same, but not on fa2: {', '.join(LIBRARIES)}.")
+    baseline_kernel: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline-kernel",
+            "--existing-kernel",
+            help=f"The same, but not on fa2: {', '.join(LIBRARIES)}.",
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the medians.")] = 9,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything to this file.")
-    ] = None,
+    repeats: options.Rounds = 9,
+    device: options.Device = None,
+    json_file: options.JsonFile = None,
     svg: Annotated[
         Path | None, typer.Option(help="Write a timeline of the slowest rank to this file.")
     ] = None,
@@ -84,23 +73,20 @@ def replay(
 
     \b
     rfa replay --world-size 8 --layout zigzag --link nvlink4
-    rfa replay --route all_gather --heads-k-stride 2 --cu-seqlens 0,3104,8192
+    rfa replay --route all_gather --heads-k-stride 2 --cu-seqlens 0,24832,65536
     rfa replay --world-size 32 --rank 0 --rank 31 --link ib400 --svg timeline.svg
-    rfa replay --seqlen 16384 --existing --json replay.json
+    rfa replay --seqlen 16384 --baseline --json replay.json
     """
     from ..bench import replay as run_replay
     from ..bench.machine import find_device, make_results
-    from ..bench.replay_results import replay_rows
-    from ..bench.workload import find_dtype
     from ..draw.timeline import draw_timeline
-    from .replaying import explain, held_table, notes, tables
 
     console = screen()
     try:
         for path in (json_file, svg):
             check_output(path)
-        check_lengths(seqlen, cu_seqlens)
-        _check_link(link, link_gbps, latency_us)
+        _check_link(link or NONE, link_gbps, latency_us)
+        where = find_device(device, "a replay")
         with status(console, "replaying") as report:
             found = run_replay(
                 world_size=world_size,
@@ -108,20 +94,20 @@ def replay(
                 layout=layout,
                 route=route,
                 kernel=kernel,
-                seqlen=8192 if seqlen is None else seqlen,
+                seqlen=seqlen,
                 cu_seqlens=None if cu_seqlens is None else _offsets(cu_seqlens),
                 batch=batch,
                 nheads=nheads,
                 nheads_k=nheads_k,
                 headdim=headdim,
-                dtype=find_dtype(dtype),
-                causal=causal,
+                dtype=dtype or "bfloat16",
+                causal=bool(causal),
                 heads_k_stride=heads_k_stride,
                 sources_per_launch=sources_per_launch,
-                link=find_link(link, link_gbps, latency_us),
+                link=find_link(link or NONE, link_gbps, latency_us),
                 repeats=repeats,
-                device=device,
-                existing=existing_kernel or existing,
+                device=where,
+                baseline=baseline_kernel or baseline,
                 timeline=svg is not None or json_file is not None,
                 report=report,
             )
@@ -129,15 +115,13 @@ def replay(
         raise typer.BadParameter(str(error)) from None
     for line in explain(found):
         console.print(line, markup=False)
-    for each in (*tables(found), held_table(found)):
-        console.print(each)
+    for table in (*map(_table, found.designs), _costs(found)):
+        console.print(table)
     for line in notes(found):
         console.print(line, markup=False)
     details = {"replays": {found.ours.name: found.to_dict()}}
-    where = find_device(found.scenario["device"])
-    settings = {"repeats": repeats}
-    results = make_results(tuple(replay_rows(found)), where, settings, details=details)
-    write(console, results, json_file)
+    rows = tuple(replay_rows(found))
+    write(console, make_results(rows, where, {"repeats": repeats}, details=details), json_file)
     if svg is not None:
         svg.write_text(draw_timeline(found), encoding="utf-8")
         console.print(f"wrote {svg}", markup=False, soft_wrap=True)
@@ -160,3 +144,112 @@ def _offsets(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--cu-seqlens must be whole numbers and commas, not {text!r}") from None
+
+
+def explain(replay: Replay) -> Iterator[str]:
+    """What was run, what was emulated, and what was not there."""
+    workload, placement = replay.workload, replay.placement
+    yield (
+        f"A replay of {placement}: ranks of {placement.world_size}, one at a time, on one device "
+        f"({replay.device}). No other rank is there."
+    )
+    tokens = f"{workload.seqlen // placement.world_size} tokens"
+    if workload.packed:
+        tokens += f" of {len(workload.lengths)} documents ({workload.seqlen} tokens)"
+    yield (
+        f"Each rank: {tokens}, batch {workload.batch}, heads {workload.nheads}/"
+        f"{workload.nheads_k}, headdim {workload.headdim}, {workload.dtype}, "
+        f"{'causal' if workload.causal else 'full'}."
+    )
+    if placement.sources_per_launch is not None and placement.world_size > 1:
+        sources = placement.sources_per_launch
+        others = "one other rank" if sources == 1 else f"up to {sources} other ranks"
+        yield f"A launch takes the keys of {others}."
+    yield "Kernels, merges, buffers and streams are a real rank's; what it receives is random data."
+    if replay.link is None:
+        yield "Communication is removed: messages cost nothing."
+    else:
+        yield (
+            f"Communication is emulated, {replay.link}: a copy within the device, and waiting. "
+            "Other ranks never come late."
+        )
+    yield f"Medians of {replay.repeats} interleaved rounds, in ms."
+
+
+def _table(design: Design) -> Table:
+    """A row for each rank, the slowest, and what one device takes."""
+    shown = Table(box=box.SIMPLE, padding=(0, 1), title=design.name, title_justify="left")
+    shown.add_column("", no_wrap=True)
+    for name in ("forward ms", "fwd+bwd ms"):
+        for column in (name, "TFLOP/s", "eff. %", "full %", "exposed", "MiB"):
+            shown.add_column(column, justify="right", no_wrap=True)
+    for each in design.ranks:
+        shown.add_row(f"rank {each.rank}", *_rank(design, each, each))
+    if len(design.ranks) > 1:
+        cells = _rank(design, design.slowest(both=False), design.slowest(both=True))
+        shown.add_row("slowest", *cells, style="bold")
+    for name, pairs, measured in (
+        ("base", design.base_pairs, design.base),
+        ("no mask", design.full_pairs, design.full),
+    ):
+        cells = [
+            cell for passes in (FORWARD, BOTH) for cell in _row(design, pairs, measured, passes)
+        ]
+        shown.add_row(name, *cells)
+    times = f"{design.theoretic.forward:.3f}", *[""] * 5, f"{design.theoretic.both:.3f}"
+    shown.add_row(f"{design.world_size} × base", *times)
+    return shown
+
+
+def _rank(design: Design, first: RankResult, second: RankResult) -> list[str]:
+    """Forward of one rank, both passes of another (or the same)."""
+    cells = []
+    for each, passes in ((first, FORWARD), (second, BOTH)):
+        exposed = each.measured.exposed
+        shares = (design.efficiency(each), design.full_rate_efficiency(each))
+        more = [f"{getattr(share, passes):.1f}" for share in shares]
+        more.append("n/a" if exposed is None else f"{getattr(exposed, passes):.3f}")
+        time, rate, _, _, _, peak = _row(design, each.pairs, each.measured, passes)
+        cells += [time, rate, *more, peak]
+    return cells
+
+
+def _row(design: Design, pairs: int, measured: Measured, passes: str) -> list[str]:
+    """Time, rate and memory; no shares."""
+    time, rate = measured.times, design.rate(pairs, measured.times)
+    peak = "n/a" if measured.peak is None else f"{getattr(measured.peak, passes) / _MIB:.0f}"
+    return [f"{getattr(time, passes):.3f}", f"{getattr(rate, passes):.4g}", "", "", "", peak]
+
+
+def _costs(replay: Replay) -> Table:
+    """What the slowest rank sends and holds, by name; computed, not measured."""
+    result = replay.ours.slowest(both=True)
+    title = f"rank {result.rank}: what it sends and holds (computed)"
+    shown = Table(box=box.SIMPLE, padding=(0, 1), title=title, title_justify="left")
+    for column in ("", "launches", "posts", "sent MiB", "received MiB"):
+        shown.add_column(column, justify="right" if column else "left")
+    shown.add_column("held beside inputs, outputs and gradients, MiB")
+    for name, cost in zip((FORWARD, BACKWARD), result.costs, strict=True):
+        held = "\n".join(f"{size / _MIB:9.2f}  {what}" for what, size in cost.held.items())
+        moved = (f"{size / _MIB:.2f}" for size in (cost.sent, cost.received))
+        shown.add_row(name, str(cost.launches), str(cost.posts), *moved, held or "nothing")
+    return shown
+
+
+def notes(replay: Replay) -> Iterator[str]:
+    """How to read the columns."""
+    yield "base: the same kernel on one rank's own tokens, on one device; no mask: in full."
+    yield "eff.: world size × base / measured. full: the same with the base's pairs at the rate of "
+    yield "      'no mask'. exposed: ms with the link less ms with communication removed."
+    yield "MiB: most memory above inputs, outputs and gradients; n/a on the CPU."
+    if replay.device.startswith("cpu"):
+        yield ON_CPU
+        return
+    for design in replay.designs:
+        bound = [str(each.rank) for each in design.ranks if each.measured.is_host_bound]
+        if bound:
+            yield (
+                f"{design.name}: the host took longer to queue the work of ranks "
+                f"{', '.join(bound)} than the device to do it. It had a lead here; a real rank "
+                "that has none waits for its host."
+            )

@@ -35,11 +35,11 @@ def _implementations() -> tuple[str, ...]:
 # where that one differs); and what a value is called.
 _CHOICES: dict[str, tuple[str, Callable[[], Collection[str]]]] = {
     "backend": ("backend", lambda: BACKENDS),
+    "baseline_kernel": ("library", lambda: LIBRARIES),
     "bench kernel": ("implementation", _implementations),
     "compare names": ("implementation", _implementations),
     "compare versus": ("implementation", _implementations),
     "dtype": ("dtype", lambda: DTYPES),
-    "existing_kernel": ("library", lambda: LIBRARIES),
     "feature": ("feature", lambda: FEATURES),
     "kernel": ("kernel", _kernels),
     "layout": ("layout", layout_names),
@@ -56,7 +56,7 @@ _PHRASES = {
     "the number of query heads": "--nheads (query heads)",
     "the number of KV heads": "--nheads-k (KV heads)",
     "CUDA graphs need": "--graphs: CUDA graphs need",
-    "the existing design:": "--existing:",
+    "the baseline:": "--baseline:",
 }
 
 

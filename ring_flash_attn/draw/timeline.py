@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..bench import Replay
-from ..bench.timeline import COMPUTE, FORWARD, TRANSFERS, Bar
+from ..bench.replays.results import COMPUTE, TRANSFERS, Bar, Replay
+from ..bench.workload import FORWARD
 from .schedule import colour
 from .svg import box, frame, number_in, write
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..bench.replay_results import replay_rows
-from ..bench.report import Replay
+from ..bench.replays.results import Replay, replay_rows
 from .records import shape
 from .sources import Source
 

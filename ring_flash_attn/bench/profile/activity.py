@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..timeline import COMPUTE, TRANSFERS, Bar
+from ..replays.results import COMPUTE, TRANSFERS, Bar
 
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of a trace
 _OPERATOR, _RANGE = "cpu_op", "user_annotation"

@@ -106,8 +106,8 @@ def _rows(facts: Facts) -> tuple[Row, ...]:
                 REPLAY,
                 subject.kernel,
                 each.passes,
-                subject.workload.to_dict(),
-                subject.placement,
+                subject.share.to_dict(),
+                subject.place(),
                 each.samples_ms,
                 each.roofline.tflops,
                 each.peak_bytes,
@@ -138,7 +138,7 @@ def _time(subject: Subject, peak: Peak | None, context: Context) -> tuple[Timed,
         works |= {(name, False): work for name, work in subject.works(linked=False).items()}
     watch = Stopwatch(subject.device)
     samples = interleaved(works, watch, context.repeats, context.report)
-    bare = subject.works(keeps_buffers=False)
+    bare = subject.works(keep_buffers=False)
     found = []
     for name in subject.passes:
         runs = samples[name, True]
@@ -185,7 +185,7 @@ def _measure(
     for kind, names in ((BENCH, [subject.kernel]), (COMPARE, implementation_names())):
         rows = measure(
             names,
-            subject.workload,
+            subject.share,
             subject.device,
             kind=kind,
             repeats=context.repeats,

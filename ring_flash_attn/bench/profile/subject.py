@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from ..contenders import OneRank, Stage
-from ..holdings import walk_through
+from ...kernels.base import check_kernel, choose_kernel
+from ...plan.build import make_plan
 from ..implementations import find_implementation
+from ..inputs import call_of, problem_of
 from ..link import NONE, find_link
-from ..results import BACKWARD, BOTH, FORWARD
-from ..scenario import Scenario, make_scenario
+from ..replays.rank import LibraryRanks, ReplayedRank
+from ..replays.run import check_ranks, check_replay
 from ..timing import Work
-from ..workload import FLOPS, Workload
+from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, Placement, Workload
 
 
 @dataclass(frozen=True)
@@ -24,64 +25,64 @@ class Subject:
     """What is profiled.
 
     Attributes:
-        workload: the call; of a rank's own tokens where there are several.
+        workload: the call; of all ranks together where there are several.
+        placement: how it is spread; `world_size` is 1 for a call on one device.
         device: where it runs.
-        kernel: the one that does it.
+        rank: the one that is replayed.
         grad: gradients are computed as well.
-        world_size: 1 for a call on one device.
-        rank, layout, route, link: of a replayed rank.
     """
 
     workload: Workload
+    placement: Placement
     device: torch.device
-    kernel: str
-    grad: bool = True
-    world_size: int = 1
     rank: int = 0
-    layout: str = "zigzag"
-    route: str = "ring"
-    link: str = NONE
+    grad: bool = True
 
     def __str__(self) -> str:
         if self.world_size == 1:
             return f"one device × {self.kernel}"
-        return (
-            f"rank {self.rank} of {self.world_size}, {self.layout} × {self.route} × {self.kernel}"
-        )
+        return f"rank {self.rank} of {self.world_size}, {self.placement}"
+
+    @property
+    def world_size(self) -> int:
+        """1 for a call on one device."""
+        return self.placement.world_size
+
+    @property
+    def kernel(self) -> str:
+        """The one that does it."""
+        return self.placement.kernel
+
+    @property
+    def link(self) -> str:
+        """Its name; "none": communication is removed."""
+        return self.placement.link_name
+
+    @property
+    def share(self) -> Workload:
+        """What one device computes: the call, or a rank's own tokens."""
+        return self.workload.share(self.world_size)
 
     @property
     def passes(self) -> tuple[str, ...]:
         """Those that are timed; the last one is profiled."""
         return (FORWARD, BOTH) if self.grad else (FORWARD,)
 
-    @property
-    def placement(self) -> dict[str, object]:
-        """As in rows of results."""
-        if self.world_size == 1:
-            return {}
-        names = ("world_size", "rank", "layout", "route", "link")
-        return {name: getattr(self, name) for name in names}
-
-    @cached_property
-    def scenario(self) -> Scenario:
-        """Of a rank of many."""
-        return scenario_of(self.workload, self.device, self.kernel, self.world_size, **self._where)
+    def one_rank(self, linked: bool, keep_buffers: bool = True) -> ReplayedRank:
+        """The rank, with its link or with communication removed; see `LibraryRanks.rank`."""
+        link = self.placement.link if linked else None
+        return self._ranks.rank(self.rank, link, keep_buffers)
 
     @property
-    def _where(self) -> dict[str, Any]:
-        return {"ranks": [self.rank], "layout": self.layout, "route": self.route}
+    def _ranks(self) -> LibraryRanks:
+        return LibraryRanks(self.workload, self.placement, self.device)
 
-    def one_rank(self, linked: bool, keeps_buffers: bool = True) -> OneRank:
-        """The rank, with its link or with communication removed; see `Stage.rank`."""
-        link = find_link(self.link) if linked else None
-        return Stage(self.scenario).rank(self.rank, link, keeps_buffers)
-
-    def works(self, linked: bool = True, keeps_buffers: bool = True) -> dict[str, Work]:
+    def works(self, linked: bool = True, keep_buffers: bool = True) -> dict[str, Work]:
         """What a user calls, for each of `passes`; for memory, a rank must not keep buffers."""
         if self.world_size == 1:
             found = self._on_one_device()
         else:
-            rank = self.one_rank(linked, keeps_buffers)
+            rank = self.one_rank(linked, keep_buffers)
             found = {FORWARD: rank.forward, BOTH: rank.both}
         return {name: found[name] for name in self.passes}
 
@@ -104,72 +105,89 @@ class Subject:
 
     # What it comes to.
 
+    @cached_property
+    def _rank_work(self) -> tuple[int, dict[str, int]]:
+        """FLOPs of a rank's forward pass, and bytes that it receives in each of the passes."""
+        ranks = self._ranks
+        _, pairs, (forward, backward) = ranks.describe(self.rank)
+        both = forward.received + backward.received
+        received = {FORWARD: forward.received, BACKWARD: backward.received, BOTH: both}
+        return pairs * ranks.flops_per_pair, received
+
     def flops(self, passes: str) -> float:
         """Of one of the passes."""
         if self.world_size == 1:
             return self.workload.flops(passes)
-        pairs = self.scenario.pairs(self._alone.prepared.ranks[0].forward.plan)
-        return FLOPS[passes] * 4 * self.workload.batch * self.workload.headdim * pairs
+        return FLOPS[passes] * self._rank_work[0]
 
     def least_bytes(self, passes: str) -> int:
         """Inputs read once and results written once; of a rank also what it receives, once."""
-        forward, backward = self._received
-        received = {FORWARD: forward, BACKWARD: backward, BOTH: forward + backward}
-        return self.workload.bytes(passes) + received[passes]
+        received = 0 if self.world_size == 1 else self._rank_work[1][passes]
+        return self.share.bytes(passes) + received
 
-    @cached_property
-    def _alone(self) -> OneRank:
-        return self.one_rank(linked=False)
+    # As plain values, for files and for another process.
 
-    @cached_property
-    def _received(self) -> tuple[int, int]:
-        """Bytes, forward and backward."""
-        if self.world_size == 1:
-            return 0, 0
-        forward, backward = walk_through(self._alone.prepared, self._alone.shard)
-        return forward.received, backward.received
-
-    # For another process.
+    def place(self) -> dict[str, Any]:
+        """The placement of the rank, as in rows of results."""
+        return {**self.placement.to_dict(), "rank": self.rank, "link": self.link}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        names = ("kernel", "grad", "world_size", "rank", "layout", "route", "link")
-        values = {name: getattr(self, name) for name in names}
-        return {"workload": self.workload.to_dict(), "device": str(self.device), **values}
+        more = {"kernel": self.kernel, "grad": self.grad, "device": str(self.device)}
+        return {"workload": self.workload.to_dict(), **self.place(), **more}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Subject:
         """What `to_dict` wrote."""
-        workload = Workload.from_dict(values["workload"])
-        return cls(**{**values, "workload": workload, "device": torch.device(values["device"])})
+        known = {name: values[name] for name in Placement.__dataclass_fields__ if name in values}
+        placement = Placement(**{**known, "link": find_link(values["link"])})
+        workload, device = Workload.from_dict(values["workload"]), torch.device(values["device"])
+        return cls(workload, placement, device, values["rank"], values["grad"])
 
 
-def scenario_of(
+def make_subject(
     workload: Workload,
     device: torch.device,
     kernel: str,
-    world_size: int,
     *,
-    ranks: list[int] | None,
-    layout: str,
-    route: str,
-) -> Scenario:
-    """One that replays some ranks of this workload."""
-    return make_scenario(
-        world_size=world_size,
-        ranks=ranks,
-        layout=layout,
-        route=route,
-        kernel=kernel,
-        seqlen=workload.seqlen,
-        cu_seqlens=None,
-        batch=workload.batch,
-        nheads=workload.nheads,
-        nheads_k=workload.nheads_k,
-        headdim=workload.headdim,
-        dtype=workload.torch_dtype,
-        causal=workload.causal,
-        heads_k_stride=None,
-        sources_per_launch=None,
-        device=device,
-    )
+    grad: bool = True,
+    world_size: int = 1,
+    rank: int | None = None,
+    layout: str | None = None,
+    route: str | None = None,
+    link: str | None = None,
+) -> Subject:
+    """The subject that a user describes, checked before anything runs.
+
+    Args:
+        workload: the call; of several ranks, one rank's own tokens.
+        device, kernel, grad, world_size: as in `Subject`.
+        rank: by default the one with most pairs to compute.
+        layout, route, link: by default zigzag, ring, and none: communication is removed.
+
+    Raises:
+        ValueError: it makes no sense.
+        NotImplementedError: the kernel cannot do it; with every reason.
+    """
+    check_kernel(kernel)
+    found = find_link(link or NONE)
+    placement = Placement(world_size, layout or "zigzag", route or "ring", kernel, link=found)
+    if world_size == 1:
+        for name, value in (("rank", rank), ("layout", layout), ("route", route), ("link", link)):
+            if value is not None:
+                raise ValueError(f"{name} {value!r} needs a world_size of 2 or more")
+        chosen = choose_kernel(kernel, call_of(workload, device)).name
+        return Subject(workload, replace(placement, kernel=chosen), device, 0, grad)
+    workload = replace(workload, seqlen=workload.seqlen * world_size)
+    placement = check_replay(workload, placement, device)
+    if rank is None:
+        rank = _busiest_rank(workload, placement)
+    (rank,) = check_ranks([rank], world_size)
+    return Subject(workload, placement, device, rank, grad)
+
+
+def _busiest_rank(workload: Workload, placement: Placement) -> int:
+    """The one with most pairs to compute; of several the last, which merges most."""
+    problem = problem_of(workload, placement)
+    ranks = range(placement.world_size)
+    return max(ranks, key=lambda rank: (make_plan(placement.route, problem, rank).pairs, rank))

@@ -37,7 +37,7 @@ def _head(facts: Facts) -> Iterator[str]:
     yield f"# Profile of {subject}"
     yield ""
     tokens = "" if subject.world_size == 1 else " for each rank"
-    yield f"{subject.workload}{tokens}, on {facts.machine['device']}. Start here."
+    yield f"{subject.share}{tokens}, on {facts.machine['device']}. Start here."
     if subject.world_size > 1:
         link = "communication is removed" if subject.link == "none" else f"link {subject.link}"
         yield f"A replay: no other rank was there, what it receives is random data, {link}."

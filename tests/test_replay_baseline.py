@@ -1,4 +1,4 @@
-"""The existing library's zigzag design, as it is replayed for comparison: it is right."""
+"""The baseline, ring-flash-attn 0.1.8's zigzag design: it is right, and is replayed beside ours."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from plain_library import PlainLibrary
-from replays import TorchBlock, existing_on_virtual_ranks, small
+from replays import TorchBlock, baseline_on_virtual_ranks, small
 
 from ring_flash_attn.bench import replay
-from ring_flash_attn.bench.existing import ByLibrary, merge, scripted_merge
+from ring_flash_attn.bench.replays.baseline import NativeAttention, merge, scripted_merge
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
 from ring_flash_attn.verify.oracle import Rules, oracle
@@ -27,29 +27,29 @@ def check(world_size: int, block: Any, merged: Any) -> None:
     expected, _ = oracle(*leaves, Rules(causal=True))
     want = [expected.detach(), *torch.autograd.grad(expected, leaves, dout)]
     qkv = [x.detach() for x in leaves]
-    got = existing_on_virtual_ranks(qkv, dout, world_size, block, merged)
+    got = baseline_on_virtual_ranks(qkv, dout, world_size, block, merged)
     for ours, theirs in zip(got, want, strict=True):
         assert (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("merged", [merge, scripted_merge()], ids=["plain", "scripted"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_existing_design_is_right(world_size: int, merged: Any) -> None:
+def test_the_baseline_is_right(world_size: int, merged: Any) -> None:
     check(world_size, TorchBlock(), merged)
 
 
-def test_the_existing_design_is_replayed_beside_ours() -> None:
-    found = replay(**small(layout="stripe"), link="nvlink4", existing=TorchBlock())
-    assert found.existing is not None
-    assert [each.rank for each in found.existing.ranks] == [0, 1, 2]
+def test_the_baseline_is_replayed_beside_ours() -> None:
+    found = replay(**small(layout="stripe"), link="nvlink4", baseline=TorchBlock())
+    assert found.baseline is not None
+    assert [each.rank for each in found.baseline.ranks] == [0, 1, 2]
     # zigzag: every rank has its share
-    assert 3 * found.existing.ranks[0].pairs == sum(each.pairs for each in found.ours.ranks)
-    assert all(each.measured.linked is not None for each in found.existing.ranks)
+    assert 3 * found.baseline.ranks[0].pairs == sum(each.pairs for each in found.ours.ranks)
+    assert all(each.measured.linked is not None for each in found.baseline.ranks)
 
 
 def test_flash_attention_2_takes_these_arguments() -> None:
     """By torch's own rules for shapes: no GPU is needed."""
-    block = ByLibrary("fa2")
+    block = NativeAttention("fa2")
     q, k = (
         torch.empty(1, n, h, 64, dtype=torch.bfloat16, device="meta") for n, h in ((8, 4), (6, 2))
     )
@@ -69,9 +69,9 @@ def test_it_runs_on_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_registered", ["fa4"])
     base.load_kernel.cache_clear()
     try:
-        check(3, ByLibrary("fa4"), merge)
+        check(3, NativeAttention("fa4"), merge)
         found = replay(**small(), existing="fa4")
     finally:
         base.load_kernel.cache_clear()
-    assert found.existing is not None
-    assert found.existing.name == "existing library's zigzag design on fa4"
+    assert found.baseline is not None
+    assert found.baseline.name == "existing library's zigzag design on fa4"

@@ -1,4 +1,4 @@
-"""The existing ring-flash-attn library's zigzag design, for comparison by the same method.
+"""The baseline: ring-flash-attn 0.1.8's zigzag design, for comparison by the same method.
 
 As its README and source describe it: keys and values go round; each step is a call of
 FlashAttention-2, whose result in half precision is merged into (out, lse) in fp32 by element-wise
@@ -9,7 +9,7 @@ sees only their first half, and one that meets keys of a higher rank concerns on
 of the queries.
 
 A rank is a generator that stops where ranks depend on each other, so that several can be run in
-step, and one alone.
+step, or one without the others.
 """
 
 from __future__ import annotations
@@ -18,27 +18,32 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..comm import Message, Transport
-from ..engine.attention import QKV
-from ..kernels.base import LIBRARIES, Call, load_kernel, why_not
-from ..kernels.native.blocks import Block as LibraryBlock
-from ..kernels.native.blocks import Library, LibraryKernel
-from ..plan.tiles import Mask
+from ...comm import Message, Transport
+from ...engine.attention import QKV
+from ...kernels.base import LIBRARIES, Call, load_kernel, why_not
+from ...kernels.native.blocks import Block, Library, LibraryKernel
+from ...plan.tiles import Mask
+from ..inputs import call_of
+from ..link import Link
+from .emulated import EmulatedRanks
+from .rank import LibraryRanks, OutLse
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
-OutLse = tuple[Tensor, Tensor]  # (batch, seqlen, nheads, headdim), (batch, nheads, seqlen)
 Merge = Callable[[Tensor, Tensor, Tensor, Tensor], OutLse]
 
 
-class Block(Protocol):
-    """Attention of one block on one device."""
+class BlockAttention(Protocol):
+    """Attention of one block on one device.
+
+    out is (batch, seqlen, nheads, headdim), lse (batch, nheads, seqlen).
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OutLse:
         """(out, lse)."""
@@ -51,8 +56,8 @@ class Block(Protocol):
         ...
 
 
-class ByLibrary:
-    """Kernels of others, by the name that they have here; "fa2" comes with torch.
+class NativeAttention:
+    """Kernels of another library, by the name that they have here; "fa2" comes with torch.
 
     Raises:
         ValueError: there is no such library.
@@ -62,10 +67,6 @@ class ByLibrary:
         if name not in LIBRARIES:
             raise ValueError(f"unknown library {name!r}; choose one of {', '.join(LIBRARIES)}")
         self.name = name
-
-    def why_not(self, q: Tensor, k: Tensor) -> list[str]:
-        """Every reason why it cannot do blocks of such tensors."""
-        return why_not(self.name, _call(q, k))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OutLse:
         """(out, lse), out in the dtype of q."""
@@ -83,8 +84,8 @@ class ByLibrary:
         return cast(LibraryKernel, load_kernel(self.name)).library
 
 
-def _block(q: Tensor, k: Tensor, causal: bool) -> LibraryBlock:
-    return LibraryBlock((-1, 0 if causal else -1), None, None, q.shape[1], k.shape[1])
+def _block(q: Tensor, k: Tensor, causal: bool) -> Block:
+    return Block((-1, 0 if causal else -1), None, None, q.shape[1], k.shape[1])
 
 
 def _call(q: Tensor, k: Tensor) -> Call:
@@ -93,7 +94,7 @@ def _call(q: Tensor, k: Tensor) -> Call:
     return Call(q.device, q.dtype, *numbers, Mask(right=0))
 
 
-def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> OutLse:
     """(out, lse) over all keys so far and those of a block, in the precision of out.
 
     Args:
@@ -129,7 +130,7 @@ class ZigzagRing:
     rank: int
     world_size: int
     transport: Callable[[], Transport]
-    block: Block
+    block: BlockAttention
     merge: Merge = merge
     make: Callable[[Tensor], Tensor] = torch.empty_like
 
@@ -220,3 +221,110 @@ def run_together(ranks: Sequence[Steps[Result]]) -> list[Result]:
                 found.append(end.value)
     assert len(found) == len(ranks), "all ranks have as many steps"
     return found
+
+
+class _BufferList:
+    """Memory like a tensor, the same from run to run: the n-th request gets the n-th buffer."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._next = 0
+
+    def rewind(self) -> None:
+        """A new run begins."""
+        self._next = 0
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """The next buffer."""
+        if self._next == len(self._buffers):
+            self._buffers.append(torch.empty_like(tensor))
+        self._next += 1
+        return self._buffers[self._next - 1]
+
+
+class Passes(NamedTuple):
+    """A forward pass, and a forward and a backward pass, to be run again and again."""
+
+    forward: Callable[[], OutLse]
+    both: Callable[[], tuple[OutLse, QKV]]
+
+
+class BaselineRanks:
+    """The baseline's ranks, with the data of this library's.
+
+    Args:
+        ours: this library's ranks.
+        block: who computes a block.
+
+    Raises:
+        ValueError: the baseline cannot do this workload.
+    """
+
+    def __init__(self, ours: LibraryRanks, block: BlockAttention) -> None:
+        self._ours, self._block, self._tokens = ours, block, ours.share.seqlen
+        self._check()
+        block_name = getattr(block, "name", type(block).__name__)
+        self.name = f"existing library's zigzag design on {block_name}"  # as in stored results
+        self._buffers = _BufferList()
+
+    def _check(self) -> None:
+        workload, reasons = self._ours.workload, []
+        if workload.packed or not workload.causal:
+            reasons.append("only the causal one of equal sequences is replayed")
+        for name in ("headdim_v", "softmax_scale", "softcap"):
+            if getattr(workload, name):
+                reasons.append(f"it is replayed without {name}")
+        if self._tokens % 2:
+            reasons.append(f"it halves shards, and {self._tokens} tokens are odd")
+        if isinstance(self._block, NativeAttention):
+            name, call = self._block.name, call_of(workload, self._ours.device)
+            reasons += [f"{name}: {why}" for why in why_not(name, call)]
+        if reasons:
+            raise ValueError(f"the baseline: {'; '.join(reasons)}")
+
+    def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> Passes:
+        """A rank of many; see `LibraryRanks.rank`."""
+        ours = self._ours
+        shard, dout = ours.shard(self._tokens)
+        dtype = shard[1].dtype
+        for each in (dtype, torch.promote_types(dtype, torch.float32)):
+            ours.data.like(torch.empty_like(shard[1], dtype=each, device="meta"))
+        buffers = self._buffers if keep_buffers and link is None else None
+        ring = ZigzagRing(
+            rank,
+            ours.placement.world_size,
+            EmulatedRanks(ours.device, link, ours.data).transport,
+            self._block,
+            scripted_merge() if ours.device.type == "cuda" else merge,
+            torch.empty_like if buffers is None else buffers.make,
+        )
+
+        def forward() -> OutLse:
+            if buffers is not None:
+                buffers.rewind()
+            (result,) = run_together([ring.forward(*shard)])
+            return result
+
+        def both() -> tuple[OutLse, QKV]:
+            result = forward()
+            (grads,) = run_together([ring.backward(dout, *shard, *result)])
+            return result, grads
+
+        return Passes(forward, both)
+
+    def single_device(self, masked: bool) -> Passes:
+        """The block on a rank's own tokens, on one device."""
+        shard, dout = self._ours.shard(self._tokens)
+        block = self._block
+
+        def both() -> tuple[OutLse, QKV]:
+            result = block.forward(*shard, masked)
+            return result, block.backward(dout, *shard, *result, masked)
+
+        return Passes(lambda: block.forward(*shard, masked), both)
+
+    def describe(self, rank: int) -> tuple[int, int, tuple[()]]:
+        """A causal block of a rank's own tokens, half a block with every other rank; no costs."""
+        tokens, others = self._tokens, self._ours.placement.world_size - 1
+        pairs = tokens * (tokens + 1) // 2 + others * tokens**2 // 2
+        return tokens, self._ours.workload.nheads * pairs, ()

@@ -1,4 +1,4 @@
-"""Waiting on a GPU: a tiny Triton kernel that reads its clock, so that a stream takes its time."""
+"""A Triton kernel of one warp that waits by the GPU's clock, so that a stream takes its time."""
 
 from __future__ import annotations
 

@@ -1,64 +1,47 @@
-"""What a rank holds and sends: its walk on tensors without memory, with a kernel that does nothing.
+"""What a rank launches, sends and holds: its passes on meta tensors, with a kernel that counts.
 
-The walkers are the real ones, so that buffers and messages are, too.
+The executor is the real one, so that buffers and messages are, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm import Message
-from ..engine.attention import LocalRank, PreparedCall, backward, forward
-from ..engine.executor import Pool
-from ..kernels.base import Call, Kernel, as_block, as_direct
-from ..plan.steps import Payload, Plan, Side
-from .pace import Bank, sizes
+from ...comm import Message
+from ...engine.attention import LocalRank, PreparedCall, backward, forward
+from ...engine.executor import Pool
+from ...kernels.base import Call, Kernel, as_block, as_direct
+from ...plan.steps import Payload, Plan, Side
+from .emulated import RandomData, message_bytes
+from .results import PassCost
 
 _INPUTS = {Side.KEY: "K, V", Side.QUERY: "Q"}
 _RESULTS = {(Side.QUERY, False): "out, lse", (Side.QUERY, True): "dQ", (Side.KEY, True): "dK, dV"}
 
 
-@dataclass(frozen=True, slots=True)
-class Walked:
-    """What one pass of a rank comes to.
-
-    Attributes:
-        launches: of the kernel.
-        posts: with messages.
-        sent, received: bytes.
-        held: bytes beside inputs and outputs, by name; of each the most at any time.
-    """
-
-    launches: int
-    posts: int
-    sent: int
-    received: int
-    held: dict[str, int]
-
-
 class _Counter:
-    """A transport that counts, and a kernel that counts its launches."""
+    """A transport that counts messages, and a kernel that counts its launches."""
 
     name = "counter"
 
-    def __init__(self, kernel: Kernel, bank: Bank | None) -> None:
+    def __init__(self, kernel: Kernel, data: RandomData) -> None:
         self.direct, self.blocks = as_direct(kernel) is not None, as_block(kernel) is not None
-        self._bank = bank
+        self._data = data
         self.launches = self.posts = self.sent = self.received = 0
 
     def post(self, messages: Sequence[Message]) -> None:
-        sent, received = sizes(messages)
+        sent, received = message_bytes(messages)
         self.posts += bool(messages)
         self.sent += sent
         self.received += received
         for message in messages:
-            if message.receive and self._bank is not None:
-                self._bank.like(message.tensor)
+            if message.receive:
+                self._data.like(message.tensor)
 
     def wait(self) -> None:
         """Nothing is under way."""
@@ -84,29 +67,7 @@ class _Counter:
         return out.new_empty((batch, nheads, length), dtype=call.state_dtype)
 
 
-def walk_through(
-    prepared: PreparedCall, shard: Sequence[Tensor], bank: Bank | None = None
-) -> tuple[Walked, ...]:
-    """Both passes of the call's only rank; the bank gets ready for what will arrive."""
-    q, k, v = (torch.empty_like(x, device="meta") for x in shard)
-    batch, length, nheads, _ = q.shape
-    out = q.new_empty((batch, length, nheads, prepared.call.headdim_v))
-    lse = q.new_empty((batch, nheads, length), dtype=prepared.call.state_dtype)
-    found = []
-    for is_backward in (False, True):
-        counter, tally = _Counter(prepared.kernel, bank), _Tally()
-        dry = _dry(prepared, counter, tally)
-        if is_backward:
-            backward(dry, [(q, k, v)], None, [(out, lse)], [(out, None)])
-        else:
-            forward(dry, [(q, k, v)], None)
-        held = _held(dry, (q, k, v), tally, is_backward)
-        counts = (counter.launches, counter.posts, counter.sent, counter.received)
-        found.append(Walked(*counts, held))
-    return tuple(found)
-
-
-class _Tally(Pool):
+class _CountingPool(Pool):
     """Counts the bytes of buffers in use, by dtype."""
 
     def __init__(self) -> None:
@@ -123,16 +84,38 @@ class _Tally(Pool):
         self._now[buffer.dtype] -= buffer.nbytes
 
 
-def _dry(prepared: PreparedCall, counter: _Counter, tally: _Tally) -> PreparedCall:
+def pass_costs(
+    prepared: PreparedCall, shard: Sequence[Tensor], data: RandomData
+) -> tuple[PassCost, PassCost]:
+    """The forward and the backward pass of the call's only rank; `data` is made large enough."""
+    q, k, v = (torch.empty_like(x, device="meta") for x in shard)
+    batch, length, nheads, _ = q.shape
+    out = q.new_empty((batch, length, nheads, prepared.call.headdim_v))
+    lse = q.new_empty((batch, nheads, length), dtype=prepared.call.state_dtype)
     (local,) = prepared.ranks
-    local = LocalRank(local.forward, local.backward, lambda: counter, tally)
-    return PreparedCall((local,), counter, replace(prepared.call, device=torch.device("meta")))
+    call = replace(prepared.call, device=torch.device("meta"))
+
+    def cost(is_backward: bool) -> PassCost:
+        counter, pool = _Counter(prepared.kernel, data), _CountingPool()
+        rank = LocalRank(local.forward, local.backward, lambda: counter, pool)
+        dry = PreparedCall((rank,), counter, call)
+        if is_backward:
+            backward(dry, [(q, k, v)], None, [(out, lse)], [(out, None)])
+        else:
+            forward(dry, [(q, k, v)], None)
+        held = _held(dry, (q, k, v), pool.most, is_backward)
+        return PassCost(counter.launches, counter.posts, counter.sent, counter.received, held)
+
+    return cost(is_backward=False), cost(is_backward=True)
 
 
 def _held(
-    prepared: PreparedCall, shard: Sequence[Tensor], tally: _Tally, is_backward: bool
+    prepared: PreparedCall,
+    shard: Sequence[Tensor],
+    buffers: dict[torch.dtype, int],
+    is_backward: bool,
 ) -> dict[str, int]:
-    """By name: what the pass keeps of its own, and its buffers."""
+    """By name: states or accumulators of the pass, and its buffers."""
     path = prepared.ranks[0].backward if is_backward else prepared.ranks[0].forward
     call = prepared.call
     element, state = call.dtype.itemsize, call.state_dtype.itemsize
@@ -147,10 +130,11 @@ def _held(
     if is_backward and as_block(prepared.kernel) is None:
         held["delta"] = rows
     inputs, results = _names(path.plan, is_backward)
-    for dtype, most in tally.most.items():
-        is_input = dtype is call.dtype and element != state
-        both = "; ".join(name for name in (inputs, results) if name)
-        name = inputs if is_input else results if element != state else both
+    for dtype, most in buffers.items():
+        if element == state:
+            name = "; ".join(name for name in (inputs, results) if name)
+        else:
+            name = inputs if dtype is call.dtype else results
         held[name] = most
     return held
 
@@ -159,10 +143,10 @@ def _names(plan: Plan, is_backward: bool) -> tuple[str, str]:
     """What travels, in words: what kernels read, and what they have accumulated."""
     transfers = [t for step in plan.steps for t in step.transfers]
     inputs = {_INPUTS[t.side] for t in transfers if t.payload is Payload.INPUT}
-    rows = is_backward and any(t.side is Side.QUERY for t in transfers)
-    inputs |= {"dout"} if rows else set()
     results = {_RESULTS[t.side, is_backward] for t in transfers if t.payload is Payload.RESULT}
-    results |= {"lse, delta"} if rows else set()
+    if is_backward and any(t.side is Side.QUERY for t in transfers):
+        inputs.add("dout")
+        results.add("lse, delta")
     return _in_flight(inputs), _in_flight(results)
 
 

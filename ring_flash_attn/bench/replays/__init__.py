@@ -1,0 +1,1 @@
+"""Replays: one rank of many, run and timed on one device without the others."""

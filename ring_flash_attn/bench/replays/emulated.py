@@ -1,0 +1,224 @@
+"""Emulated ranks and the link to them: what a replayed rank has in place of all others.
+
+A post with a link goes to streams of its own, behind the current stream and earlier posts. There
+it takes `Link.seconds(bytes sent, bytes received)`; meanwhile what would arrive is copied from
+random data. So a kernel that needs a message waits as long as it would, and one that does not is
+not held up. Without a link, messages cost nothing: a buffer gets random data once. Other ranks
+never come late, and NCCL's kernels take no SMs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ...comm import Message
+from ..link import Link
+from .results import TRANSFERS
+from .timeline import Recorder
+
+Copies = Sequence[tuple[Tensor, Tensor]]  # (target, source)
+Wait = Callable[[], None]
+_HEAD_START = 1000  # cycles, about half a microsecond
+_USUAL_LSE = 9.0  # about the log-sum-exp of 8192 scores
+
+
+def _is_row(tensor: Tensor) -> bool:
+    """Whether a message holds a number for each row and head, rather than a vector."""
+    return tensor.dim() == 3
+
+
+def message_bytes(messages: Sequence[Message]) -> tuple[int, int]:
+    """Bytes sent and received."""
+    sent = sum(m.tensor.nbytes for m in messages if not m.receive)
+    return sent, sum(m.tensor.nbytes for m in messages) - sent
+
+
+class RandomData:
+    """What arrives: normally distributed; a number for each row is around a usual lse."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[tuple[torch.dtype, bool], Tensor] = {}
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Data for a message (seqlen, batch, nheads, …); all of one kind share memory."""
+        row = _is_row(tensor)
+        made = self._made.get((tensor.dtype, row))
+        if made is None or made.numel() < tensor.numel():
+            made = torch.randn(tensor.numel(), dtype=tensor.dtype, device=self._device)
+            self._made[tensor.dtype, row] = made.add_(_USUAL_LSE) if row else made
+        return made[: tensor.numel()].view(tensor.shape)
+
+
+class CpuLink:
+    """Without streams: copies are made at once, and waiting sleeps until a post would be there."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0  # seconds of time.perf_counter
+
+    def post(self, copies: Copies, seconds: float, label: str, recorder: Recorder | None) -> Wait:
+        """Copy, and note when the link would be done; returns what waits until then."""
+        begin = max(time.perf_counter(), self._free_at)
+        for target, source in copies:
+            target.copy_(source)
+        self._free_at = max(begin + seconds, time.perf_counter())
+        if recorder is not None:
+            recorder.add(TRANSFERS, label, begin, self._free_at)
+        return functools.partial(_sleep_until, self._free_at)
+
+
+def _sleep_until(moment: float) -> None:
+    while (left := moment - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+class CudaLink:
+    """Two streams of high priority beside the others: one takes the time, one copies meanwhile.
+
+    What takes the time is a single kernel. The current stream gives it a head start: it would often
+    wait for work that gets there before it, which a real link does not. (None while an earlier post
+    holds the link.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Of different priorities: a GPU works off two streams of the same high one in turns.
+        self._timing, self._copying = (torch.cuda.Stream(device, priority=p) for p in (-2, -1))
+        self._posted = self._awaited = 0  # posts, and those that the current stream waited for
+
+    def post(self, copies: Copies, seconds: float, label: str, recorder: Recorder | None) -> Wait:
+        """Spin for as long as the link takes, and copy; returns what waits for both."""
+        current = torch.cuda.current_stream(self._device)
+        self._timing.wait_stream(current)
+        begin = self._timing.record_event()
+        with torch.cuda.stream(self._timing):
+            start = None if recorder is None else recorder.now()
+            if seconds:
+                _spin().spin(seconds)
+        self._copying.wait_event(begin)
+        with torch.cuda.stream(self._copying):
+            _copy(copies)
+        self._timing.wait_stream(self._copying)
+        if seconds and self._posted == self._awaited:
+            current.wait_event(begin)
+            torch.cuda._sleep(_HEAD_START)
+        self._posted += 1
+        if recorder is not None:
+            with torch.cuda.stream(self._timing):
+                recorder.add(TRANSFERS, label, start, recorder.now())
+        return functools.partial(self._wait, self._timing.record_event(), self._posted)
+
+    def _wait(self, event: torch.cuda.Event, posts: int) -> None:
+        """The current stream waits for it, the host does not."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+        self._awaited = max(self._awaited, posts)
+
+
+def _copy(copies: Copies) -> None:
+    """All of one dtype at once: a post is one kernel to NCCL, however many messages it has.
+
+    One by one they would wait for room on the GPU one by one, behind kernels that fill it.
+    """
+    kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for pair in copies:
+        kinds.setdefault(pair[0].dtype, []).append(pair)
+    for pairs in kinds.values():
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _spin() -> ModuleType:
+    from . import spin  # needs triton
+
+    return spin
+
+
+@functools.cache
+def link_of(device: torch.device) -> CpuLink | CudaLink:
+    """One for each device: all transports share it."""
+    return CudaLink(device) if device.type == "cuda" else CpuLink()
+
+
+def check_link(link: Link | None, device: torch.device) -> None:
+    """ValueError where the link cannot be emulated."""
+    if link is None or device.type != "cuda":
+        return
+    if torch.version.hip is not None:
+        raise ValueError(f"link {link.name!r}: AMD's GPUs have no clock that can be read here")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(f"link {link.name!r}: emulating it on a GPU needs triton")
+
+
+class EmulatedRanks:
+    """All other ranks of a group, for one that runs without them.
+
+    Attributes:
+        link: how they are reached; None: messages cost nothing. Then a buffer gets random data when
+            it is seen for the first time, and is later left as it is. So buffers have to stay the
+            same from run to run (`PersistentPool`).
+        always_copies: even if messages cost nothing. In fp32 and fp64, what kernels read lies where
+            gradients were, and would grow from run to run. Numbers of rows, which are few, are
+            always copied: as an lse, what a state left behind may be −inf.
+        recorder: gets each post over the link, if there is one.
+    """
+
+    def __init__(
+        self, device: torch.device, link: Link | None, data: RandomData, always_copies: bool = False
+    ) -> None:
+        self.link, self._data, self.always_copies = link, data, always_copies
+        self.recorder: Recorder | None = None
+        self._emulated = link_of(device)
+        self._filled: set[tuple[int, torch.Size, torch.dtype]] = set()
+
+    def transport(self) -> ReplayTransport:
+        """An end for one pass."""
+        return ReplayTransport(self)
+
+    def post(self, messages: Sequence[Message], number: int) -> Wait | None:
+        """Start messages, the n-th post of a pass; returns what waits for them, if anything."""
+        arriving = [message.tensor for message in messages if message.receive]
+        seconds, recorder = 0.0, None
+        if self.link is None:
+            arriving = [tensor for tensor in arriving if self._needs_data(tensor)]
+            if not arriving:
+                return None
+        else:
+            seconds, recorder = self.link.seconds(*message_bytes(messages)), self.recorder
+        copies = [(tensor, self._data.like(tensor)) for tensor in arriving]
+        return self._emulated.post(copies, seconds, str(number), recorder)
+
+    def _needs_data(self, tensor: Tensor) -> bool:
+        key = tensor.data_ptr(), tensor.shape, tensor.dtype
+        is_new = key not in self._filled
+        self._filled.add(key)
+        return is_new or self.always_copies or _is_row(tensor)
+
+
+class ReplayTransport:
+    """A replayed rank's transport: posts are queued, in order; `wait` is for all of them."""
+
+    def __init__(self, others: EmulatedRanks) -> None:
+        self._others, self._posts = others, 0
+        self._wait: Wait | None = None
+
+    def post(self, messages: Sequence[Message]) -> None:
+        """Queue a post; nothing happens for one without messages."""
+        if messages:
+            self._wait = self._others.post(messages, self._posts) or self._wait
+        self._posts += 1
+
+    def wait(self) -> None:
+        """Wait for the last post, and so for those before it."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+    def abandon(self, steps: Sequence[bool], drain: bool) -> None:
+        """Nobody else is there."""
