@@ -20,7 +20,7 @@ from ranks import Ranks
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FAMILIES
-from ring_flash_attn.bench import machine, pace
+from ring_flash_attn.bench import machine
 from ring_flash_attn.bench.inputs import problem_of
 from ring_flash_attn.bench.ranks import (
     Selection,
@@ -30,7 +30,8 @@ from ring_flash_attn.bench.ranks import (
     measure,
     on_rank,
 )
-from ring_flash_attn.bench.report import Replay
+from ring_flash_attn.bench.replays import emulated
+from ring_flash_attn.bench.replays.results import Replay
 from ring_flash_attn.bench.results import BOTH, FORWARD, Row, load
 from ring_flash_attn.bench.versus import Limits, beside, misses
 from ring_flash_attn.bench.workload import Placement, Workload
@@ -309,7 +310,7 @@ def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "find_device", lambda device, what: torch.device("cuda", 0))
-    monkeypatch.setattr(pace, "check_link", lambda link, device: None)
+    monkeypatch.setattr(emulated, "check_link", lambda link, device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert find_settings(link="nvlink4").world_size == 8
     one = find_settings(1)

@@ -158,8 +158,8 @@ def find_settings(
     import torch
 
     from ..bench.machine import find_device
-    from ..bench.pace import check_link
     from ..bench.ranks import Settings
+    from ..bench.replays.emulated import check_link
     from ..comm import check_mode, launch
 
     check_mode()

@@ -13,9 +13,9 @@ from ...comm import launch
 from ...plan.build import make_plan
 from ..inputs import problem_of
 from ..link import Link
-from ..replay_results import replay_rows
+from ..replays.results import replay_rows
+from ..replays.run import replay_ranks
 from ..results import RING, Row
-from ..run import replay_ranks
 from ..versus import beside
 from ..workload import BOTH, FORWARD, Placement, Workload
 from .on_rank import Round, Trial, measure_on_rank, reason_of
