@@ -23,9 +23,7 @@ from ..engine.entry import run_virtual
 from ..kernels.base import AUTO, choose_kernel
 from .catalogue import Choice, VerifyCall
 from .cut import cut
-from .expected import Error, Inputs, expected, make_inputs
-
-Tensors = dict[str, Tensor]  # by name: out, lse, dq, dk, dv, dsink
+from .expected import Error, Tensors, expected, make_inputs
 
 MOST_ERRORS = 3  # after so many crashes the rest is left out
 ONE_DEVICE = "one device"
@@ -76,24 +74,19 @@ def check_kernels(calls: Sequence[VerifyCall], choice: Choice) -> None:
     refused = {}
     for kernel in dict.fromkeys(call.placement.kernel for call in calls):
         own = [call for call in calls if call.placement.kernel == kernel]
-        reasons = [] if kernel == AUTO else _why_none(own, device)
-        if reasons:
+        reasons = [_why_not(call, device) for call in own]
+        if kernel != AUTO and all(reasons):
             asked = f"--kernel {kernel}" if kernel in choice.kernels else own[0].function
             refused[asked] = reasons
     refuse_kernels(refused, device)
 
 
-def _why_none(calls: Sequence[VerifyCall], device: torch.device) -> list[str]:
-    """Of each call why it cannot be done; nothing if one can."""
-    reasons = []
-    for call in calls:
-        try:
-            _kernel(call, device)
-        except NotImplementedError as error:
-            reasons.append(str(error))
-        else:
-            return []
-    return reasons
+def _why_not(call: VerifyCall, device: torch.device) -> str:
+    try:
+        _kernel(call, device)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
 
 
 def _kernel(call: VerifyCall, device: torch.device) -> str:
@@ -234,7 +227,7 @@ def part(call: VerifyCall, name: str, whole: Tensor, rank: int) -> Tensor:
     return whole.index_select(-1 if name.endswith("lse") else -3, places)
 
 
-def call_on_rank(call: VerifyCall, inputs: Inputs, rank: int) -> Tensors:
+def call_on_rank(call: VerifyCall, inputs: Tensors, rank: int) -> Tensors:
     """Call the function as this rank of the default group, and differentiate."""
     q, k, v = _shard(call, inputs, rank)
     leaves = {"q": q, "k": k, "v": v}
@@ -262,7 +255,7 @@ def call_on_rank(call: VerifyCall, inputs: Inputs, rank: int) -> Tensors:
     return found
 
 
-def call_virtual(call: VerifyCall, inputs: Inputs) -> list[Tensors]:
+def call_virtual(call: VerifyCall, inputs: Tensors) -> list[Tensors]:
     """Run all ranks of the call in this process; dsink comes whole, with rank 0."""
     workload, placement = call.workload, call.placement
     shards = [_shard(call, inputs, rank) for rank in range(placement.world_size)]
@@ -301,20 +294,20 @@ def call_on_one_device(workload: Workload, seed: int, kernel: str, device: torch
     return call_on_rank(call, make_inputs(workload, seed, device), 0)
 
 
-def _shard(call: VerifyCall, inputs: Inputs, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (part(call, name, getattr(inputs, name), rank) for name in ("q", "k", "v"))
+def _shard(call: VerifyCall, inputs: Tensors, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (part(call, name, inputs[name], rank) for name in ("q", "k", "v"))
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
-def _options(call: VerifyCall, inputs: Inputs) -> dict[str, Any]:
+def _options(call: VerifyCall, inputs: Tensors) -> dict[str, Any]:
     """Arguments that all functions share."""
-    workload, sink = call.workload, inputs.sink
+    workload, sink = call.workload, inputs.get("sink")
     return {
         "dropout_p": workload.dropout_p,
         "softmax_scale": workload.softmax_scale,
         "causal": workload.causal,
         "window_size": workload.window,
-        "alibi_slopes": inputs.slopes,
+        "alibi_slopes": inputs.get("slopes"),
         "return_attn_probs": True,
         "softcap": workload.softcap,
         "sink": None if sink is None else sink.detach().clone().requires_grad_(),
@@ -324,17 +317,17 @@ def _options(call: VerifyCall, inputs: Inputs) -> dict[str, Any]:
 
 def _differentiate(
     call: VerifyCall,
-    inputs: Inputs,
+    inputs: Tensors,
     leaves: list[Tensor],
     outputs: Mapping[int, tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, ...]:
     """Gradients of leaves, given out and lse of some ranks."""
     ends, grads = [], []
     for rank, (out, lse) in outputs.items():
-        for name, end, whole in (("dout", out, inputs.dout), ("dlse", lse, inputs.dlse)):
-            if whole is not None:
+        for name, end in (("dout", out), ("dlse", lse)):
+            if name in inputs:
                 ends.append(end)
-                grads.append(part(call, name, whole, rank))
+                grads.append(part(call, name, inputs[name], rank))
     return torch.autograd.grad(ends, leaves, grads)
 
 
@@ -360,22 +353,31 @@ class Differences:
         """By what a rank's tensors are compared with; calls come in the order of `make_calls`."""
         if not self._choice.report:
             return {}
-        differences = {}
+        others = {}
         if call.placement.layout:
             whole = call_on_one_device(call.workload, call.seed, kernel, self._device)
-            own = {
-                name: part(call, name, whole[name], rank)
-                for name in found
-                if name != "dsink"  # a rank has a part of the sum
-            }
-            differences[ONE_DEVICE] = self._compare(call, rank, found, own)
-        other = self._other(call, kernel, found, rank)
-        if other is not None:
-            differences[self._choice.versus] = self._compare(call, rank, found, other)
+            names = [name for name in found if name != "dsink"]  # a rank has a part of the sum
+            others[ONE_DEVICE] = {name: part(call, name, whole[name], rank) for name in names}
+        baseline = self._of_baseline(call, kernel, found, rank)
+        if baseline is not None:
+            others[self._choice.versus] = baseline
+        right = expected(call.workload, call.seed, self._device)
+        differences = {}
+        for versus, other in others.items():
+            errors = (
+                replace(right[name], tensor=want).compare(name, rank, found[name])
+                for name, want in other.items()
+            )
+            # The other tensors may be as far from the right ones as these.
+            differences[versus] = tuple(
+                replace(each, plain=2 * each.plain, limit=2 * each.limit) for each in errors
+            )
         return differences
 
-    def _other(self, call: VerifyCall, kernel: str, found: Tensors, rank: int) -> Tensors | None:
-        """What the other kernel computed for this rank; None if this is it."""
+    def _of_baseline(
+        self, call: VerifyCall, kernel: str, found: Tensors, rank: int
+    ) -> Tensors | None:
+        """What the kernel `versus` computed for this rank; None if this is it."""
         if call.workload != self._workload:
             self._workload = call.workload
             self._baseline.clear()
@@ -387,14 +389,3 @@ class Differences:
             return None
         used, tensors = self._baseline.get(key, ("", None))
         return None if used == kernel else tensors
-
-    def _compare(
-        self, call: VerifyCall, rank: int, found: Tensors, other: Tensors
-    ) -> tuple[Error, ...]:
-        """Errors against other tensors, which may be as far from the right ones as these."""
-        right = expected(call.workload, call.seed, self._device)
-        errors = (
-            replace(right[name], tensor=want).compare(name, rank, found[name])
-            for name, want in other.items()
-        )
-        return tuple(replace(each, plain=2 * each.plain, limit=2 * each.limit) for each in errors)

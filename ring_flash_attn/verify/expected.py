@@ -11,6 +11,8 @@ from torch import Tensor
 from ..bench.workload import Workload
 from .oracle import Rules, oracle
 
+Tensors = dict[str, Tensor]  # by name: q, k, v, out, lse, sink or the gradient of one
+
 FACTOR = 2.0  # how much worse than plain torch
 ROUNDINGS = 2.0  # width of the rounding band, in eps of the dtype,
 SUMMATION = 8.0  # and in eps of fp32, in which long sums are taken, each kernel in its own order
@@ -19,25 +21,6 @@ OUTPUTS = ("out", "lse")  # of the forward pass; other tensors are gradients
 ACCEPTED_OUTPUT, ACCEPTED_GRADIENT = 1e-2, 5e-2  # relative, for half precision
 _HALF = (torch.bfloat16, torch.float16)
 _ZERO = 1e-9  # a tensor this much smaller than the terms it is the sum of is zero
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Whole tensors, the same on every rank.
-
-    Attributes:
-        q, k, v, dout: in the workload's dtype.
-        dlse, sink: fp32, fp64 for fp64; dlse is None where the loss does not depend on lse.
-        slopes: fp32, (nheads,) for packed documents and (batch, nheads) for a batch.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    dlse: Tensor | None
-    sink: Tensor | None
-    slopes: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,31 +151,41 @@ def dropout_seed(seed: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def make_inputs(workload: Workload, seed: int, device: torch.device) -> Inputs:
-    """Normally distributed inputs, drawn on the CPU so that every device gets the same ones."""
+def make_inputs(workload: Workload, seed: int, device: torch.device) -> Tensors:
+    """Normally distributed inputs, drawn on the CPU so that every device gets the same ones.
+
+    Returns:
+        Whole tensors, the same on every rank: q, k, v and dout in the workload's dtype; where it
+        has them dlse and sink, in fp32 (fp64 for fp64), and slopes, in fp32, (nheads,) for packed
+        documents and (batch, nheads) for a batch.
+    """
     generator = torch.Generator().manual_seed(seed)
-    dtype = workload.torch_dtype
-    exact = torch.float64 if dtype is torch.float64 else torch.float32
     lead = () if workload.packed else (workload.batch,)
     total_q, total_k = workload.seqlen, sum(workload.lengths_k)
     nheads, nheads_k = workload.nheads, workload.nheads_k
     dim, dim_v = workload.headdim, workload.headdim_v or workload.headdim
-
-    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-    slopes = 2.0 ** -torch.arange(1, nheads + 1, dtype=torch.float32, device=device)
-    if not workload.packed:
-        slopes = slopes / torch.arange(1, workload.batch + 1, device=device)[:, None]
-    return Inputs(
-        q=normal(*lead, total_q, nheads, dim, dtype=dtype),
-        k=normal(*lead, total_k, nheads_k, dim, dtype=dtype),
-        v=normal(*lead, total_k, nheads_k, dim_v, dtype=dtype),
-        dout=normal(*lead, total_q, nheads, dim_v, dtype=dtype),
-        dlse=normal(*lead, nheads, total_q, dtype=exact) if workload.lse_grad else None,
-        sink=normal(nheads, dtype=exact) if workload.sink else None,
-        slopes=slopes if workload.alibi else None,
-    )
+    shapes = {
+        "q": (*lead, total_q, nheads, dim),
+        "k": (*lead, total_k, nheads_k, dim),
+        "v": (*lead, total_k, nheads_k, dim_v),
+        "dout": (*lead, total_q, nheads, dim_v),
+    }
+    if workload.lse_grad:
+        shapes["dlse"] = (*lead, nheads, total_q)
+    if workload.sink:
+        shapes["sink"] = (nheads,)
+    inputs = {}
+    for name, shape in shapes.items():
+        dtype = workload.torch_dtype
+        if name in ("dlse", "sink") and dtype is not torch.float64:
+            dtype = torch.float32
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        inputs[name] = drawn.to(device, dtype)
+    if workload.alibi:
+        slopes = 2.0 ** -torch.arange(1, nheads + 1, dtype=torch.float32, device=device)
+        numbers = torch.arange(1, workload.batch + 1, device=device)
+        inputs["slopes"] = slopes if workload.packed else slopes / numbers[:, None]
+    return inputs
 
 
 @lru_cache(maxsize=16)
@@ -227,29 +220,28 @@ def _attend(
     device: torch.device,
     dtype: torch.dtype,
     rows: tuple[int, ...] | None,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+) -> tuple[Tensors, Tensors]:
     """The naive formula in one dtype: out, lse and gradients; and what dq, dk and dsink sum up."""
     inputs = make_inputs(workload, seed, device)
-    leaves = {n: getattr(inputs, n).to(dtype).requires_grad_() for n in ("q", "k", "v")}
-    sink = inputs.sink
-    if sink is not None:
-        sink = leaves["sink"] = sink.to(dtype).detach().requires_grad_()
+    wanted = [name for name in ("q", "k", "v", "sink") if name in inputs]
+    leaves = {name: inputs[name].to(dtype).detach().requires_grad_() for name in wanted}
+    sink = leaves.get("sink")
     rules = Rules(
         causal=workload.causal,
         window_size=workload.window,
         softmax_scale=workload.softmax_scale,
         softcap=workload.softcap,
-        alibi_slopes=inputs.slopes,
+        alibi_slopes=inputs.get("slopes"),
         sink=sink,
         dropout_p=workload.dropout_p,
         seed=dropout_seed(seed) if workload.dropout_p else 0,
     )
     cu_seqlens = workload.cu_seqlens, workload.cu_seqlens_k or workload.cu_seqlens
     out, lse = oracle(leaves["q"], leaves["k"], leaves["v"], rules, *cu_seqlens)
-    outputs, grads = [out], [_only(inputs.dout.to(dtype), rows, -3)]
-    if inputs.dlse is not None:
+    outputs, grads = [out], [_only(inputs["dout"].to(dtype), rows, -3)]
+    if "dlse" in inputs:
         outputs.append(lse)
-        grads.append(_only(inputs.dlse.to(dtype), rows, -1))
+        grads.append(_only(inputs["dlse"].to(dtype), rows, -1))
     found = torch.autograd.grad(outputs, list(leaves.values()), grads, retain_graph=True)
     named = {f"d{name}": grad for name, grad in zip(leaves, found, strict=True)}
     delta = (out.detach() * grads[0]).sum(-1).transpose(-1, -2)

@@ -106,10 +106,10 @@ def _name(result: Result) -> str:
     return f"{function} ({point}), {dtype}, {_what(result)}"
 
 
-def _counts(results: Iterable[Result]) -> dict[Status, int]:
-    """How many of each status, the worst first."""
+def _counts(results: Iterable[Result], order: Iterable[Status] = _STYLES) -> dict[Status, int]:
+    """How many of each status, by default the worst first."""
     found = Counter(result.status for result in results)
-    return {status: found[status] for status in _STYLES if found[status]}
+    return {status: found[status] for status in order if found[status]}
 
 
 # Errors and what is wrong.
@@ -370,7 +370,7 @@ def _markdown(
     results: Sequence[Result], choice: Choice, seconds: float, by_rank: bool
 ) -> Iterator[str]:
     device = machine(find_device(choice.device))["device"]
-    counts = ", ".join(f"{number} {what}" for what, number in _summary(results).items())
+    counts = ", ".join(f"{n} {status.value}" for status, n in _counts(results, Status).items())
     yield "# Precision"
     yield ""
     yield f"`{command()}`"
@@ -404,11 +404,6 @@ def _markdown_table(title: str, lines: Sequence[Line]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def _summary(results: Sequence[Result]) -> dict[str, int]:
-    statuses = [result.status for result in results]
-    return {each.value: statuses.count(each) for each in Status if each in statuses}
-
-
 def verify_results(results: Sequence[Result], choice: Choice, seconds: float) -> Results:
     """Everything: a row for each case and rank, and the cases themselves under "verify"."""
     settings = {"seconds": round(seconds, 3), "seed": choice.seed}
@@ -418,7 +413,7 @@ def verify_results(results: Sequence[Result], choice: Choice, seconds: float) ->
         "devices": devices(),
         "variables": variables(),
         "seconds": round(seconds, 3),
-        "summary": _summary(results),
+        "summary": {s.value: n for s, n in _counts(results, Status).items()},
         "cases": [_case(result) for result in results],
     }
     rows = [row for result in results for row in _rows(result)]
@@ -426,17 +421,12 @@ def verify_results(results: Sequence[Result], choice: Choice, seconds: float) ->
 
 
 def _case(result: Result) -> dict[str, Any]:
-    call = result.call
+    call = asdict(result.call)
+    placement = call.pop("placement")
     return {
-        "function": call.function,
-        "form": call.form,
-        "signature": call.signature,
-        "feature": call.feature,
-        "workload": call.workload.to_dict(),
-        "seed": call.seed,
-        "layout": call.placement.layout,
-        "route": call.placement.route,
-        "kernel": call.placement.kernel,
+        **call,
+        **placement,
+        "workload": result.call.workload.to_dict(),
         "status": result.status.value,
         "used_kernel": result.kernel,
         "reason": result.reason,
