@@ -133,7 +133,7 @@ def make_calls(choice: Choice) -> list[VerifyCall]:
         for named in chosen_functions(choice)
         for layout, route in points(named.family, choice)
         for kernel in ((named.prefix,) if named.prefix else choice.kernels)
-        for call in _of_point(named, layout, route, kernel, choice)
+        for call in _calls(named, layout, route, kernel, choice)
     ]
     if not calls:
         raise ValueError("no function goes with these of --layout, --route and --feature")
@@ -193,7 +193,7 @@ def points(family: Family, choice: Choice) -> list[tuple[str, str]]:
     return [] if unwanted else [(family.layout, family.route)]
 
 
-def _of_point(
+def _calls(
     named: Named, layout: str, route: str, kernel: str, choice: Choice
 ) -> Iterator[VerifyCall]:
     form, signature = named.form, named.signature

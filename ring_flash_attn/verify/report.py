@@ -112,6 +112,13 @@ def _counts(results: Iterable[Result], order: Iterable[Status] = _STYLES) -> dic
     return {status: found[status] for status in order if found[status]}
 
 
+def _statuses(results: Iterable[Result], numbers: bool = True) -> str:
+    return ", ".join(
+        f"[{_STYLES[status]}]{f'{count} ' if numbers else ''}{status.value}[/]"
+        for status, count in _counts(results).items()
+    )
+
+
 # Errors and what is wrong.
 
 
@@ -124,8 +131,7 @@ def print_report(console: Console, results: Sequence[Result], verbose: int, seco
     reasons = Counter(result.reason for result in results if result.status is Status.CANNOT)
     for reason, count in reasons.items():
         console.print(f"[yellow]cannot[/] ({count} cases): {escape(reason)}")
-    parts = [f"[{_STYLES[s]}]{n} {s.value}[/]" for s, n in _counts(results).items()]
-    summary = f"{len(results)} cases: {', '.join(parts)}   ({seconds:.1f} s)"
+    summary = f"{len(results)} cases: {_statuses(results)}   ({seconds:.1f} s)"
     console.print(summary if results else "[bold red]nothing to check[/]")
     for line in accepted_in_words(results):
         console.print(line)
@@ -156,7 +162,7 @@ def _overview(results: Iterable[Result], each: bool) -> Table:
                 _what(rows[0]) if each else str(len(rows)),
                 *(_brief(e.relative for e in errors if e.tensor == tensor) for tensor in TENSORS),
                 str(max(errors, key=_use).rank) if errors else "",
-                ", ".join(_verdicts(rows)),
+                _statuses(rows, numbers=len({result.status for result in rows}) > 1),
             )
     return table
 
@@ -173,13 +179,6 @@ def _brief(values: Iterable[float]) -> str:
 def _use(error: Error) -> float:
     """How much of its limit an error uses up."""
     return error.max / error.limit if error.limit else (math.inf if error.max else 0.0)
-
-
-def _verdicts(rows: Sequence[Result]) -> Iterator[str]:
-    found = _counts(rows)
-    for status, count in found.items():
-        number = f"{count} " if len(found) > 1 else ""
-        yield f"[{_STYLES[status]}]{number}{status.value}[/]"
 
 
 def _details(results: Iterable[Result]) -> Table:
@@ -361,37 +360,27 @@ def write_markdown(
     path: Path, results: Sequence[Result], choice: Choice, seconds: float, by_rank: bool
 ) -> None:
     """The precision report."""
-    text = "\n".join(_markdown(results, choice, seconds, by_rank)) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-
-
-def _markdown(
-    results: Sequence[Result], choice: Choice, seconds: float, by_rank: bool
-) -> Iterator[str]:
     device = machine(find_device(choice.device))["device"]
     counts = ", ".join(f"{n} {status.value}" for status, n in _counts(results, Status).items())
-    yield "# Precision"
-    yield ""
-    yield f"`{command()}`"
-    yield ""
-    yield f"- {len(results)} cases: {counts} ({seconds:.1f} s)"
-    yield f"- device: {device}; " + ", ".join(f"{a} {b}" for a, b in versions().items())
-    yield from (f"- {line}" for line in accepted_in_words(results))
-    yield ""
-    yield READING
+    text = ["# Precision", "", f"`{command()}`", ""]
+    text.append(f"- {len(results)} cases: {counts} ({seconds:.1f} s)")
+    text.append(f"- device: {device}; " + ", ".join(f"{a} {b}" for a, b in versions().items()))
+    text += [f"- {line}" for line in accepted_in_words(results)]
+    text += ["", READING]
     for title, lines in by_place(precision_lines(results, choice.world_size, by_rank)):
-        yield from _markdown_table(title, lines)
+        text += _markdown_table(title, lines)
     differences = list(_difference_lines(results, choice.world_size, by_rank))
     if differences:
-        yield from ("", READING_DIFFERENCES)
+        text += ["", READING_DIFFERENCES]
     for title, lines in differences:
-        yield from _markdown_table(title, lines)
+        text += _markdown_table(title, lines)
     unmeasured = [result for result in results if result.reason]
     if unmeasured:
-        yield from ("", "## Not measured", "")
+        text += ["", "## Not measured", ""]
     for result in unmeasured:
-        yield f"- {_name(result)}: {result.status.value}: {result.reason.splitlines()[-1]}"
+        text.append(f"- {_name(result)}: {result.status.value}: {result.reason.splitlines()[-1]}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 def _markdown_table(title: str, lines: Sequence[Line]) -> Iterator[str]:
