@@ -89,14 +89,14 @@ def verify(
     from ..verify.check import check_all, check_kernels
 
     joined = None if virtual else launch.torchrun_rank()
-    speaks = joined is None or joined[0] == 0
+    prints = joined is None or joined[0] == 0
     compares = report or markdown is not None
     try:
         if virtual:
             check_no_group("--virtual has all ranks in this process", backend, timeout)
         ranks = world_size or _RANKS if virtual else check_world_size(world_size, _RANKS)
         patience = check_timeout(timeout, _TIMEOUT)
-        for path in (json_file, markdown) if speaks else ():
+        for path in (json_file, markdown) if prints else ():
             check_output(path)
         if versus is not None and not compares:
             raise ValueError(f"--versus {versus}: only --report and --markdown compare kernels")
@@ -104,12 +104,12 @@ def verify(
             raise ValueError(f"--device {device}: ranks take GPUs in turn; say cuda")
         kernels, baseline = find_versus(kernel or [AUTO], versus)
         choice = Choice(
-            tuple(names or ()),
-            tuple(layout or ()),
-            tuple(route or ()),
-            kernels,
-            tuple(dtype or ()),
-            tuple(feature or ()),
+            names=tuple(names or ()),
+            layouts=tuple(layout or ()),
+            routes=tuple(route or ()),
+            kernels=kernels,
+            dtypes=tuple(dtype or ()),
+            features=tuple(feature or ()),
             world_size=ranks,
             device=find_device(device, "verify").type,
             virtual=virtual,
@@ -128,7 +128,7 @@ def verify(
         check_kernels(calls, choice)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
-    console = screen(quiet=not speaks)
+    console = screen(quiet=not prints)
     start = time.perf_counter()
     results = []
     with running(console, "verify", len(calls)) as (_, advance):
@@ -139,9 +139,9 @@ def verify(
     reports.print_report(console, results, verbose, seconds)
     if report:
         reports.print_precision(console, results, choice, versus, verbose > 0)
-    if markdown is not None and speaks:
+    if markdown is not None and prints:
         reports.write_markdown(markdown, results, choice, seconds, verbose > 0)
         console.print(f"wrote {markdown}", markup=False, soft_wrap=True)
-    if json_file is not None and speaks:
+    if json_file is not None and prints:
         write(console, reports.verify_results(results, choice, seconds), json_file)
     raise typer.Exit(reports.exit_code(results))

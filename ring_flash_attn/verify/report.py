@@ -397,7 +397,7 @@ def verify_results(results: Sequence[Result], choice: Choice, seconds: float) ->
     """Everything: a row for each case and rank, and the cases themselves under "verify"."""
     settings = {"seconds": round(seconds, 3), "seed": choice.seed}
     details = {
-        "configuration": asdict(choice),
+        "configuration": {**asdict(choice), "workload": choice.workload.to_dict()},
         "versions": versions(),
         "devices": devices(),
         "variables": variables(),
@@ -410,12 +410,16 @@ def verify_results(results: Sequence[Result], choice: Choice, seconds: float) ->
 
 
 def _case(result: Result) -> dict[str, Any]:
-    call = asdict(result.call)
-    placement = call.pop("placement")
+    call = result.call
     return {
-        **call,
-        **placement,
-        "workload": result.call.workload.to_dict(),
+        "function": call.function,
+        "form": call.form,
+        "signature": call.signature,
+        "feature": call.feature,
+        "seed": call.seed,
+        "workload": call.workload.to_dict(),
+        **call.placement.to_dict(),
+        "kernel": call.placement.kernel,
         "status": result.status.value,
         "used_kernel": result.kernel,
         "reason": result.reason,
@@ -435,13 +439,13 @@ def _rows(result: Result) -> Iterator[Row]:
     call, kernel = result.call, _kernel(result)
     shape = call.workload.to_dict()
     workload = {name: shape[name] for name in _ROW if name in shape} | {"feature": call.feature}
-    placement: dict[str, Any] = {
+    placement = {
         "world_size": call.placement.world_size,
         "function": call.function,
+        "layout": call.placement.layout,
+        "route": call.placement.route,
     }
-    for name in ("layout", "route"):
-        if getattr(call.placement, name):
-            placement[name] = getattr(call.placement, name)
+    placement = {name: value for name, value in placement.items() if value}
     if result.reason:
         yield Row(VERIFY, kernel, BOTH, workload, placement, failed=result.reason)
         return
