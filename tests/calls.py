@@ -1,6 +1,6 @@
 """How each public function is called: inputs, shards cut by slicing, and the other arguments.
 
-Shards are cut here as users do, not by the library's layouts.
+Shards are cut as `rfa verify` does, not by the library's layouts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from samples import Results, Sample, make_sample
 from torch import Tensor
 
 from ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
-from ring_flash_attn.api.families import FAMILIES
+from ring_flash_attn.verify.catalogue import all_functions
+from ring_flash_attn.verify.cut import cut
 
 # name without prefix → (family, form)
 FUNCTIONS = {
-    f"{family.name}_{form}".rstrip("_"): (family, form)
-    for family in FAMILIES
-    for form in family.forms
+    named.name: (named.family, named.form) for named in all_functions() if not named.prefix
 }
 # Documents: (W = 3) equal shards of each; any length; the stream divides.
 LENGTHS = {
@@ -34,21 +33,13 @@ LENGTHS = {
 
 def held(layout: str, total: int, rank: int, world_size: int) -> Tensor:
     """Tokens of a rank, of one sequence."""
-    tokens = torch.arange(total)
-    if layout.endswith("stripe"):
-        return tokens[rank::world_size]
-    parts = 2 * world_size if layout.endswith("zigzag") else world_size
-    ends = [total * part // parts for part in range(parts + 1)]
-    chunks = [tokens[a:b] for a, b in pairwise(ends)]
-    return torch.cat([chunks[rank], chunks[-1 - rank]]) if parts != world_size else chunks[rank]
+    return torch.tensor(cut(layout, (total,), rank, world_size), dtype=torch.int64)
 
 
 def held_of(layout: str, cu_seqlens: list[int] | None, total: int, rank: int, n: int) -> Tensor:
     """Tokens of a rank of `n`, of a batch's sequence or of packed documents."""
-    if cu_seqlens is None or layout.startswith("flat_"):
-        return held(layout, total, rank, n)
-    documents = pairwise(cu_seqlens)
-    return torch.cat([a + held(layout, b - a, rank, n) for a, b in documents])
+    lengths = (total,) if cu_seqlens is None else [b - a for a, b in pairwise(cu_seqlens)]
+    return torch.tensor(cut(layout, lengths, rank, n), dtype=torch.int64)
 
 
 def sample_for(name: str, **options: Any) -> Sample:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_flash_attn.verify.expected import difference, dropout_seed
 from ring_flash_attn.verify.oracle import Rules, oracle
 
 Results = dict[str, Tensor]  # out, lse, dq, dk, dv, and dsink where there is a sink
@@ -87,12 +88,6 @@ def make_sample(
     return Sample(q, k, v, dout, dlse, *cu, options).to(dtype)
 
 
-def drawn_seed(seed: int) -> int:
-    """The seed that dropout draws from torch's generator after torch.manual_seed(seed)."""
-    generator = torch.Generator().manual_seed(seed)
-    return int(torch.randint(1 << 62, (), dtype=torch.int64, generator=generator))
-
-
 def results_of(
     attend: Callable[..., tuple[Tensor, Tensor]], sample: Sample, sink: Tensor | None = None
 ) -> Results:
@@ -115,7 +110,7 @@ def expected_of(sample: Sample, seed: int = 0) -> Results:
     sink = rules.pop("sink", None)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        asked = Rules(**rules, sink=sink, seed=drawn_seed(seed))
+        asked = Rules(**rules, sink=sink, seed=dropout_seed(seed))
         return oracle(q, k, v, asked, wide.cu_seqlens_q, wide.cu_seqlens_k)
 
     return results_of(attend, wide, sink)
@@ -124,14 +119,11 @@ def expected_of(sample: Sample, seed: int = 0) -> Results:
 def error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """max|a − b| / max(max|b|, floor); −inf must be in the same places, a NaN counts as inf."""
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} != {tuple(expected.shape)}"
-    actual, expected = actual.double(), expected.double()
-    same = actual == expected  # −inf − −inf would be a NaN
-    difference = torch.where(same, 0.0, actual - expected).abs().nan_to_num(torch.inf, torch.inf)
-    if same.all():
+    if not actual.numel():
         return 0.0
-    sizes = expected[expected.isfinite()].abs()
-    scale = max(float(sizes.max()) if sizes.numel() else 0.0, floor)
-    return float(difference.max()) / (scale or 1.0)
+    sizes = expected.double().abs().nan_to_num(nan=0.0, posinf=0.0)
+    scale = max(float(sizes.max()), floor)
+    return float(difference(actual, expected).max()) / (scale or 1.0)
 
 
 def rms(actual: Tensor, expected: Tensor) -> float:

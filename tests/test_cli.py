@@ -8,6 +8,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,19 +19,18 @@ from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FUNCTIONS
 from ring_flash_attn.bench.results import load
+from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.comm import launch
 from ring_flash_attn.kernels import base, reference
 from ring_flash_attn.kernels.base import kernel_names
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
-from ring_flash_attn.verify import checker
-from ring_flash_attn.verify.answers import answer, dropout_seed, torch_dtype
-from ring_flash_attn.verify.cases import Choice, function_names, make_cases
+from ring_flash_attn.verify import check
+from ring_flash_attn.verify.catalogue import Choice, VerifyCall, function_names, make_calls
 from ring_flash_attn.verify.cut import cut, cut_names
-from ring_flash_attn.verify.measure import compare, limit_of
-from ring_flash_attn.verify.precision import precision_lines
-from ring_flash_attn.verify.questions import Size
+from ring_flash_attn.verify.expected import Expected, dropout_seed, expected
+from ring_flash_attn.verify.report import precision_lines
 
 
 def rfa(*arguments: str) -> Result:
@@ -160,10 +160,14 @@ def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) 
 
 
 def test_every_public_function_is_verified() -> None:
-    cases = make_cases(Choice())
-    assert {case.function for case in cases} == set(function_names())
+    calls = make_calls(Choice())
+    assert {call.function for call in calls} == set(function_names())
     assert set(function_names(prefixes=True)) == set(FUNCTIONS)
-    anywhere = {(c.layout, c.route) for c in cases if c.function == "ring_attention"}
+    anywhere = {
+        (call.placement.layout, call.placement.route)
+        for call in calls
+        if call.function == "ring_attention"
+    }
     assert anywhere == {(layout, route) for layout in layout_names() for route in route_names()}
     assert set(cut_names()) >= set(layout_names())
 
@@ -174,34 +178,36 @@ def test_a_cut_gives_every_token_to_one_rank(layout: str) -> None:
     assert sorted(token for shard in shards for token in shard) == list(range(22))
 
 
+def right(dtype: torch.dtype, plain: float, largest: float, scale: float) -> Expected:
+    return Expected(torch.empty(0), dtype, plain, largest, scale)
+
+
 def test_tolerance_is_twice_plain_torch_and_at_most_what_is_accepted() -> None:
-    assert limit_of("out", torch.float64, plain=0.0, largest_value=3.0, scale=3.0) == 3e-12
+    assert right(torch.float64, plain=0.0, largest=3.0, scale=3.0).limit("out") == 3e-12
     eps = torch.finfo(torch.float32).eps
-    limit = limit_of("dq", torch.float32, plain=1e-6, largest_value=2.0, scale=2.0)
+    limit = right(torch.float32, plain=1e-6, largest=2.0, scale=2.0).limit("dq")
     assert limit == 2e-6 + (2 + 8) * eps * 2
-    wide = {"plain": 1.0, "largest_value": 2.0}
-    assert limit_of("out", torch.bfloat16, **wide, scale=2.0) == 2e-2
-    assert limit_of("dq", torch.bfloat16, **wide, scale=2.0) == 1e-1
-    assert limit_of("dq", torch.bfloat16, **wide, scale=6.0) == 1e-1, "of the values, not the terms"
+    wide = right(torch.bfloat16, plain=1.0, largest=2.0, scale=2.0)
+    assert wide.limit("out") == 2e-2
+    assert wide.limit("dq") == 1e-1
+    assert replace(wide, scale=6.0).limit("dq") == 1e-1, "of the values, not the terms"
     band = 2 * torch.finfo(torch.bfloat16).eps + 8 * eps
-    cancelled = limit_of("dq", torch.bfloat16, plain=1.0, largest_value=0.1, scale=2.0)
+    cancelled = replace(wide, largest=0.1).limit("dq")
     assert cancelled == pytest.approx(band * 2.0), "what rounding of the terms leaves"
 
 
 def test_a_wrong_gradient_of_a_few_tokens_fails() -> None:
     """What is accepted is a share of the values, however large the terms are that cancel."""
-    size = Size(batch=1, seqlen=8, nheads=2, nheads_k=1, headdim=8)
+    base = Workload(batch=1, seqlen=8, nheads=2, nheads_k=1, headdim=8, causal=True)
     names, dtype = ("flash_attn_func",), torch.bfloat16
-    (case,) = make_cases(
-        Choice(names, features=("causal",), dtypes=("bfloat16",), seed=4, size=size)
+    (call,) = make_calls(
+        Choice(names, features=("causal",), dtypes=("bfloat16",), seed=4, workload=base)
     )
-    right = answer(case.question, torch.device("cpu"))
+    tensors = expected(call.workload, call.seed, torch.device("cpu"))
     for name in ("dq", "dk", "dv"):
-        numbers = (right.plain_errors[name], right.largest[name], right.scales[name])
-        judged = dict(zip(("plain", "largest_value", "scale"), numbers, strict=True))
-        want = right.tensors[name]
-        assert not compare(name, 0, 1.06 * want, want, dtype=dtype, **judged).passed, name
-        assert compare(name, 0, want.to(dtype), want, dtype=dtype, **judged).passed, name
+        want = tensors[name]
+        assert not want.compare(name, 0, 1.06 * want.tensor).passed, name
+        assert want.compare(name, 0, want.tensor.to(dtype)).passed, name
 
 
 def test_a_right_gradient_passes_where_its_terms_cancel() -> None:
@@ -213,20 +219,19 @@ def test_a_right_gradient_passes_where_its_terms_cancel() -> None:
         world_size=2,
         virtual=True,
         seed=59,
-        size=Size(batch=1, seqlen=1, nheads=2, nheads_k=1, headdim=8),
+        workload=Workload(batch=1, seqlen=1, nheads=2, nheads_k=1, headdim=8, causal=True),
     )
-    for result in checker.check_all(make_cases(choice), choice, "", 60.0):
-        assert result.status is checker.Status.PASS, result
+    for result in check.check_all(make_calls(choice), choice, "", 60.0):
+        assert result.status is check.Status.PASS, result
         lines = precision_lines([result], choice.world_size, by_rank=True)
         assert {line.verdict for line in lines} == {"within"}, "the report agrees"
 
 
 def test_infinities_have_to_agree_and_nan_never_passes() -> None:
-    want = torch.tensor([1.0, -torch.inf])
+    want = Expected(torch.tensor([1.0, -torch.inf]), torch.float32, 1e-6, 1.0, 1.0)
 
     def passed(*got: float) -> bool:
-        numbers = {"dtype": torch.float32, "plain": 1e-6, "largest_value": 1.0, "scale": 1.0}
-        return compare("lse", 0, torch.tensor(got), want, **numbers).passed
+        return want.compare("lse", 0, torch.tensor(got)).passed
 
     assert passed(1.0, -torch.inf)
     assert not passed(1.0, 0.0)
@@ -235,12 +240,12 @@ def test_infinities_have_to_agree_and_nan_never_passes() -> None:
 
 
 def test_a_rank_answers_for_its_own_part_of_the_sink_gradient() -> None:
-    (case, *_) = make_cases(Choice(names=("ring_flash_attn_func",), features=("sink",)))
-    device = torch.device("cpu")
-    total = sum(case.question.lengths_q)
-    parts = [answer(case.question, device, tuple(cut("stripe", (total,), r, 3))) for r in range(3)]
-    whole = answer(case.question, device).tensors["dsink"]
-    torch.testing.assert_close(sum(part.tensors["dsink"] for part in parts), whole)
+    (call, *_) = make_calls(Choice(names=("ring_flash_attn_func",), features=("sink",)))
+    given = call.workload, call.seed, torch.device("cpu")
+    total = call.workload.seqlen
+    parts = [expected(*given, tuple(cut("stripe", (total,), rank, 3))) for rank in range(3)]
+    whole = expected(*given)["dsink"].tensor
+    torch.testing.assert_close(sum(part["dsink"].tensor for part in parts), whole)
 
 
 def test_the_expected_seed_is_the_one_that_the_library_draws() -> None:
@@ -348,7 +353,7 @@ def test_what_a_kernel_cannot_do_is_neither_right_nor_wrong(broken: str) -> None
 def test_a_kernel_that_can_do_nothing_is_refused_before_the_start(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ring_flash_attn.verify.checker.check_all", pytest.fail)
+    monkeypatch.setattr("ring_flash_attn.verify.check.check_all", pytest.fail)
     arguments = ("verify", "ring_flash_attn_func", "--device", "cpu", "--kernel", "reference")
     for wrong, words in (
         (("--kernel", broken, "--feature", "sink"), ("--kernel broken can", "no sinks here")),
@@ -367,9 +372,8 @@ def test_verify_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch
     asked = []
     found = "ring_flash_attn.bench.machine.find_device"
     monkeypatch.setattr(found, lambda device, what: torch.device("cuda", 0))
-    checker = "ring_flash_attn.verify.checker"
-    monkeypatch.setattr(f"{checker}.check_kernels", lambda cases, choice: asked.append(choice))
-    monkeypatch.setattr(f"{checker}.check_all", lambda cases, choice, *_: iter(()))
+    monkeypatch.setattr(check, "check_kernels", lambda calls, choice: asked.append(choice))
+    monkeypatch.setattr(check, "check_all", lambda calls, choice, *_: iter(()))
     assert rfa("verify", "ring_flash_attn_func", "--virtual").exit_code == 1, "nothing was checked"
     assert asked[0].device == "cuda"
     result = rfa("verify", "--device", "cuda:1")
@@ -394,13 +398,14 @@ def test_two_processes_report_everything_as_json(tmp_path: Path) -> None:
     assert found["versions"]["torch"] == torch.__version__
     for case in found["cases"]:
         assert case["function"] in names
-        assert sum(case["question"]["lengths_q"]) in (21, 22)
+        assert case["workload"]["seqlen"] in (21, 22)
+        assert case["seed"] == 7
         tensors = ["out", "lse", "dq", "dk", "dv"] + ["dsink"] * (case["feature"] == "sink")
         pairs = [(error["tensor"], error["rank"]) for error in case["tensors"]]
         assert pairs == [(tensor, rank) for rank in range(2) for tensor in tensors]
         for error in case["tensors"]:
             assert error["mean"] <= error["rmse"] <= error["max"] <= error["limit"]
-    assert torch_dtype(found["cases"][0]["question"]["dtype"]) is torch.float64
+        assert Workload.from_dict(case["workload"]).torch_dtype is torch.float64
 
 
 # ranks that fail
@@ -432,15 +437,17 @@ def test_a_rank_that_hangs_is_named() -> None:
         next(run)
 
 
-def crashes_in_full(rank: int, world_size: int, cases: Any, device: str) -> Iterator[Any]:
-    for case in cases:
-        if rank == 1 and case.feature == "full":
+def crashes_in_full(
+    rank: int, world_size: int, calls: list[VerifyCall], choice: Choice
+) -> Iterator[check.Result]:
+    for call in calls:
+        if rank == 1 and call.feature == "full":
             raise KeyError("a mistake on rank 1")
-        yield checker.Outcome("reference")
+        yield check.Result(call, check.Status.PASS, "reference")
 
 
 def test_after_a_crash_the_rest_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checker, "check_on_rank", crashes_in_full)
+    monkeypatch.setattr(check, "check_on_rank", crashes_in_full)
     features = ("--feature", "causal", "--feature", "full", "--feature", "softcap")
     where = ("--world-size", "2", "--device", "cpu")
     result = rfa("verify", "ring_flash_attn_func", *where, *features)

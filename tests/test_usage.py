@@ -43,7 +43,7 @@ WRONG = {
     "verify --world-size 0": "'--world-size'",
     "verify --world-size four": "'--world-size'",
     "verify --seqlen 0": "'--seqlen'",
-    "verify --nheads 3 --nheads-k 2": "--nheads must be a multiple of --nheads-k",
+    "verify --nheads 3 --nheads-k 2": "--nheads (query heads) must be a multiple of --nheads-k",
     "verify --timeout nan": "--timeout must be positive",
     "verify no_such_function": "no function 'no_such_function'",
     "verify zigzag_ring_flash_attn_func --layout stripe": "--layout, --route and --feature",

@@ -8,7 +8,6 @@ from typing import Any
 
 from .replays.results import Replay, replay_rows
 from .results import BACKWARD, BOTH, COMPARE, FORWARD, Results, Row
-from .verify_results import verify_rows
 
 _KERNELS = "shapes (batch, nheads/nheads_k, seqlen, headdim)"
 _SHAPE = re.compile(r"(\d+), (\d+)/(\d+), (\d+), (\d+), (causal|full)")
@@ -22,7 +21,6 @@ def read_old(values: Mapping[str, Any]) -> Results:
         (lambda v: _KERNELS in v, _kernels),
         (lambda v: "replays" in v, _replays),
         (lambda v: {"scenario", "ours"} <= set(v), _replay),
-        (lambda v: {"cases", "configuration"} <= set(v), _verify),
         (lambda v: any(_SHAPE.fullmatch(name) for name in v), _specialised),
     )
     for recognises, read in readers:
@@ -114,18 +112,5 @@ def _replay(values: Mapping[str, Any]) -> Results:
         {"repeats": replay.repeats},
         tuple(replay_rows(replay)),
         {"replays": {replay.ours.name: dict(values)}},
-        created="",
-    )
-
-
-def _verify(values: Mapping[str, Any]) -> Results:
-    return Results(
-        "rfa verify",
-        {"device": "; ".join(values["devices"]), "kind": values["configuration"]["device"]},
-        values["versions"],
-        None,
-        {"seconds": values["seconds"]},
-        tuple(verify_rows(values)),
-        {"verify": dict(values)},
         created="",
     )

@@ -1,0 +1,305 @@
+"""The calls that `rfa verify` checks: functions by layout, route, kernel, feature and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from ..bench.workload import Placement, Workload
+from ..kernels.base import AUTO
+from ..plan.build import route_names
+from ..plan.layout import FLAT_PREFIX, layout_names
+from .cut import cut_names
+
+if TYPE_CHECKING:
+    from ..api.families import Family
+
+FEATURES = {
+    "causal": "queries see no later keys; two query heads share a KV head",
+    "full": "no mask",
+    "window": "a window to both sides",
+    "causal_window": "a window to the left",
+    "softcap": "scores go through a tanh",
+    "alibi": "a slope for every head, in a batch for every sequence",
+    "sink": "one more score for each head",
+    "dropout": "a quarter of the entries is dropped",
+    "lse_grad": "the loss depends on lse, too",
+    "mqa": "all query heads share one KV head",
+    "headdim_v": "values have a head dimension of their own",
+    "cross": "more keys than queries, fewer, and none",
+    "tiny": "fewer tokens than ranks",
+    "together": "window, softcap, ALiBi, sink, dropout, scale and gradient of lse at once",
+}
+BASE = Workload(batch=2, seqlen=51, nheads=4, nheads_k=2, headdim=16, causal=True)
+
+# The first dtype is for every call, the others for a few.
+_DTYPES = {
+    "cpu": ("float64", "float32", "bfloat16"),
+    "cuda": ("bfloat16", "float16", "float32"),
+}
+_FEW = ("causal", "together")  # features that the other dtypes get
+_FORMS_OF_ALL = ("causal", "full")  # features that kvpacked and qkvpacked get
+_DIFFERENT_KEYS = ("single", "single_documents", "anything")
+_ANY_LENGTH = ("documents", "gathered_documents", "anything")
+_TOGETHER = ("causal_window", "softcap", "alibi", "sink", "dropout", "lse_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the user wants to be checked; empty means all.
+
+    Attributes:
+        workload: sizes, before a feature or a function changes them.
+        seed: of the inputs.
+        report: compare with one device, and with the kernel `versus`.
+    """
+
+    names: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    routes: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = (AUTO,)
+    dtypes: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    world_size: int = 4
+    device: str = "cpu"
+    virtual: bool = False
+    seed: int = 0
+    workload: Workload = BASE
+    report: bool = False
+    versus: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A public function: its family, how q, k and v come, and the kernel that its name fixes."""
+
+    family: Family
+    form: str
+    prefix: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in the API."""
+        return "_".join(part for part in (self.prefix, self.family.name, self.form) if part)
+
+    @property
+    def signature(self) -> str:
+        """Name of its list of arguments in `signatures.py`."""
+        return self.family.signature.__name__
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it needs a group."""
+        return bool(self.family.layout) or self.signature == "anything"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyCall:
+    """One call of a public function, over all ranks.
+
+    Attributes:
+        function: public name.
+        form: how q, k and v come; the end of the name.
+        signature: name of its list of arguments in `signatures.py`.
+        feature: what is special about the workload.
+        workload: what is computed.
+        placement: layout and route are empty on one device; the kernel is the one asked for.
+        seed: of the inputs; dropout's own is drawn from it.
+    """
+
+    function: str
+    form: str
+    signature: str
+    feature: str
+    workload: Workload
+    placement: Placement
+    seed: int
+
+
+def make_calls(choice: Choice) -> list[VerifyCall]:
+    """All calls, those with one workload next to each other, the kernel `versus` first.
+
+    Raises:
+        ValueError: there is no such function, or none with these layouts, routes and features.
+    """
+    for layout in choice.layouts or layout_names():
+        if layout not in cut_names():
+            raise ValueError(f"verify cannot cut layout {layout!r} yet: teach verify/cut.py")
+    calls = [
+        call
+        for named in chosen_functions(choice)
+        for layout, route in points(named.family, choice)
+        for kernel in ((named.prefix,) if named.prefix else choice.kernels)
+        for call in _calls(named, layout, route, kernel, choice)
+    ]
+    if not calls:
+        raise ValueError("no function goes with these of --layout, --route and --feature")
+    order: dict[Workload, int] = {}
+    for call in calls:
+        order.setdefault(call.workload, len(order))
+    return sorted(
+        calls, key=lambda call: (order[call.workload], call.placement.kernel != choice.versus)
+    )
+
+
+def all_functions() -> Iterator[Named]:
+    """Every public function; those that fix their kernel last."""
+    from ..api.families import FAMILIES, PREFIXES  # which need torch
+
+    for prefix in ("", *PREFIXES):
+        for family in FAMILIES:
+            for form in family.forms:
+                yield Named(family, form, prefix)
+
+
+def function_names(prefixes: bool = False) -> list[str]:
+    """Public functions; with `prefixes`, also those that fix their kernel."""
+    return [named.name for named in all_functions() if prefixes or not named.prefix]
+
+
+def chosen_functions(choice: Choice) -> Iterator[Named]:
+    """The functions that the names mean: exact names, patterns, or parts of names."""
+    everything = function_names(prefixes=True)
+    wanted: set[str] = set() if choice.names else set(function_names())
+    for name in choice.names:
+        if name in everything:
+            found = [name]
+        elif any(sign in name for sign in "*?["):
+            found = [each for each in everything if fnmatch(each, name)]
+        else:
+            found = [each for each in function_names() if name in each]
+        if not found:
+            raise ValueError(f"no function {name!r}; choose from {', '.join(function_names())}")
+        wanted.update(found)
+    for named in all_functions():
+        # Virtual ranks get layout and route, whatever the form in which tensors come.
+        packed = named.form in ("kvpacked_func", "qkvpacked_func")
+        twin = choice.virtual and named.family.layout and packed
+        if named.name in wanted and not twin:
+            yield named
+
+
+def points(family: Family, choice: Choice) -> list[tuple[str, str]]:
+    """The (layout, route) at which a family is to be checked."""
+    if family.signature.__name__ == "anything":
+        layouts, routes = choice.layouts or layout_names(), choice.routes or route_names()
+        return [(layout, route) for layout in layouts for route in routes]
+    unwanted = (choice.layouts and family.layout not in choice.layouts) or (
+        choice.routes and family.route not in choice.routes
+    )
+    return [] if unwanted else [(family.layout, family.route)]
+
+
+def _calls(
+    named: Named, layout: str, route: str, kernel: str, choice: Choice
+) -> Iterator[VerifyCall]:
+    form, signature = named.form, named.signature
+    stride = 1 if signature in ("gathered_documents", "llama3") else None
+    placement = Placement(choice.world_size, layout, route, kernel, stride)
+    for feature in choice.features or FEATURES:
+        if not _possible(signature, form, feature, bool(choice.features)):
+            continue
+        for packed in _packings(named, layout, feature):
+            workload = _workload(named, feature, packed, choice)
+            for dtype in _dtypes(choice, form, feature):
+                own = replace(workload, dtype=dtype)
+                yield VerifyCall(named.name, form, signature, feature, own, placement, choice.seed)
+
+
+def _possible(signature: str, form: str, feature: str, explicit: bool) -> bool:
+    if feature == "headdim_v" and form not in ("func", ""):
+        return False
+    if feature == "mqa" and form.startswith("qkv"):
+        return False
+    if feature == "cross":
+        return signature in _DIFFERENT_KEYS and not form.startswith("qkv")
+    if feature == "tiny":
+        return signature in _ANY_LENGTH
+    return explicit or form in ("func", "") or feature in _FORMS_OF_ALL
+
+
+def _packings(named: Named, layout: str, feature: str) -> tuple[bool, ...]:
+    """Packed documents, a batch, or both."""
+    if named.signature != "anything":
+        return (named.family.packed,)
+    both = feature in _FORMS_OF_ALL and not layout.startswith(FLAT_PREFIX)
+    return (False, True) if both else (True,)
+
+
+def _dtypes(choice: Choice, form: str, feature: str) -> tuple[str, ...]:
+    if choice.dtypes:
+        return choice.dtypes
+    few = feature in _FEW and form in ("func", "")
+    return _DTYPES[choice.device] if few else _DTYPES[choice.device][:1]
+
+
+def _workload(named: Named, feature: str, packed: bool, choice: Choice) -> Workload:
+    """For a function and a feature, in any dtype."""
+    base = choice.workload
+    lengths = _lengths(named.signature, feature, packed, base.seqlen, choice.world_size)
+    changes: dict[str, Any] = {"seqlen": sum(lengths)}
+    if packed:
+        changes = {"batch": 1, "cu_seqlens": tuple(accumulate(lengths, initial=0))}
+    if feature == "cross":
+        keys = _other_lengths(lengths)
+        changes["seqlen_k"] = sum(keys)
+        if packed:
+            changes["cu_seqlens_k"] = tuple(accumulate(keys, initial=0))
+    if named.form.startswith("qkv"):
+        changes["nheads_k"] = base.nheads
+    return replace(base, **changes, **_changes(feature, base))
+
+
+def _changes(feature: str, base: Workload) -> dict[str, Any]:
+    """What a feature changes in a workload, lengths aside."""
+    left, right = max(1, base.seqlen // 6), max(1, base.seqlen // 12)
+    changes: dict[str, dict[str, Any]] = {
+        "full": {"causal": False},
+        "window": {"causal": False, "window": (left, right)},
+        "causal_window": {"window": (left, -1)},
+        "softcap": {"softcap": 2.0},
+        "alibi": {"alibi": True},
+        "sink": {"sink": True},
+        "dropout": {"dropout_p": 0.25},
+        "lse_grad": {"lse_grad": True},
+        "mqa": {"nheads_k": 1},
+        "headdim_v": {"headdim_v": max(1, base.headdim // 2)},
+    }
+    if feature != "together":
+        return changes.get(feature, {})
+    together = {name: value for part in _TOGETHER for name, value in changes[part].items()}
+    return {"softmax_scale": 0.3, **together}
+
+
+def _lengths(
+    signature: str, feature: str, packed: bool, seqlen: int, world_size: int
+) -> tuple[int, ...]:
+    """Documents as uneven as the function allows: odd, empty, of one token."""
+    if feature == "tiny":
+        return (max(1, world_size - 2), 0, 1)
+    local = -(-seqlen // world_size)
+    if signature == "batch":
+        return (local * world_size,)
+    if signature == "local_documents":
+        return tuple(world_size * length for length in _documents(local))
+    if signature == "llama3":
+        return _documents(local * world_size)
+    return _documents(seqlen) if packed else (seqlen,)
+
+
+def _documents(total: int) -> tuple[int, ...]:
+    if total < 9:
+        return (total,)
+    first = total * 5 // 9
+    return (first, 0, 3, 1, total - first - 4)
+
+
+def _other_lengths(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Keys of documents with these queries: more, some for none, fewer, none."""
+    if len(lengths) == 1:
+        return (lengths[0] + lengths[0] // 2 + 1,)
+    first, _, third, _, *rest = lengths
+    return (first + first // 2, 4, third - 2, 0, *rest)
