@@ -372,11 +372,3 @@ def test_the_data_of_the_page_as_a_file(tmp_path: Path) -> None:
     result = rfa_report(path, "-o", tmp_path / "page.html", "--json", path)
     assert result.exit_code == 2
     assert "is also an input" in result.output
-
-
-def test_the_stored_page_shows_the_stored_results() -> None:
-    """`rfa report results/*.json -o results/report.html` after each change of them."""
-    folder = REPOSITORY / "results"
-    shown = data_of((folder / "report.html").read_text(encoding="utf-8"))["records"]
-    stored = json.loads(json_for_script(records(read(sorted(folder.glob("*.json"))))))
-    assert [each["row"] for each in shown] == [each["row"] for each in stored]
