@@ -102,6 +102,24 @@ class State:
     result: Tensor | None = None
 
 
+FIRST, LAST, BLOCK = 1, 2, 4  # bits of `Rows`
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Query rows start … end, and what a block means to them.
+
+    Attributes:
+        start, end: which rows of the state.
+        bits: FIRST: there is no state yet. LAST: the output is final after this. BLOCK: the block
+            has these rows; without it they only have to be started or finished.
+    """
+
+    start: int
+    end: int
+    bits: int
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What the backward pass knows of the forward pass, for all rows of a query shard.
