@@ -114,7 +114,7 @@ def test_the_same_file_counts_once_and_equal_names_keep_their_folder(tmp_path: P
         (None, "No such file"),
         ("{", "is not JSON"),
         ("[]", "holds no results"),
-        ('{"a": 1}', "no results of any known format"),
+        ('{"a": 1}', "not in the format"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(
