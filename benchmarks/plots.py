@@ -17,7 +17,7 @@ from ring_flash_attn.bench.results import BACKWARD, BOTH, FORWARD, Row, load
 
 RESULTS = Path(__file__).parent.parent / "results"
 COLOURS = {"triton": "#0072B2", "cudnn": "#009E73", "fa2": "#E69F00", "fa4": "#CC79A7"}
-EXISTING = "#7f7f7f"
+BASELINE = "#7f7f7f"
 WIDTH, HEIGHT = 900, 340
 
 
@@ -104,7 +104,7 @@ def lengths(path: Path) -> None:
 
 
 def slowest(rows: Sequence[Row], passes: str, name: str, sources: int | None) -> Row:
-    """The slowest rank of one contender."""
+    """The slowest rank of one implementation."""
     (found,) = (
         row
         for row in rows
@@ -122,11 +122,11 @@ def replays(path: Path) -> None:
     rows = load(RESULTS / "replays_h200.json").rows
     kernels = ("fa2", "cudnn", "fa4", "triton")
     theirs = sorted({row.implementation for row in rows if " " in row.implementation})
-    contenders = [(name, None, EXISTING) for name in theirs]
-    contenders += [(name, 4, COLOURS[name]) for name in kernels]
+    bars = [(name, None, BASELINE) for name in theirs]
+    bars += [(name, 4, COLOURS[name]) for name in kernels]
     figure = beside(("forward", "forward + backward"))
     for column, passes in enumerate((FORWARD, BOTH), 1):
-        for name, sources, colour in contenders:
+        for name, sources, colour in bars:
             share = slowest(rows, passes, name, sources).values["efficiency_percent"]
             figure.add_bar(
                 x=[name if sources else f"existing<br>on {name.split()[-1]}"],

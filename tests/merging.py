@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ring_flash_attn.kernels.base import State
-from ring_flash_attn.kernels.merge import BLOCK, FIRST, LAST, Rows, merge_rows
+from ring_flash_attn.kernels.base import BLOCK, FIRST, LAST, Rows, State
+from ring_flash_attn.kernels.merge import merge_rows
 
 ROWS = (
     Rows(10, 33, BLOCK),

@@ -58,16 +58,18 @@ def part_of(module: str) -> str:
     return module.split(".", 1)[0] or "__init__"
 
 
-def imports(module: str) -> Iterator[tuple[str, int]]:
+def imports(module: str, in_functions: bool = True) -> Iterator[tuple[str, int]]:
     """Yield the full names that a module imports when it runs, with the line.
 
-    Imports inside of functions count; those under TYPE_CHECKING do not.
+    Imports under TYPE_CHECKING do not count; those inside of functions only if asked for.
     """
     tree = ast.parse(MODULES[module].read_text())
+    functions = () if in_functions else (ast.FunctionDef, ast.AsyncFunctionDef)
     hidden = {
         child
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, functions)
+        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         for statement in node.body
         for child in ast.walk(statement)
     }
@@ -93,10 +95,10 @@ def outside(module: str) -> set[str]:
     return {name.split(".")[0] for name, _ in imports(module)} - {"ring_flash_attn", "__future__"}
 
 
-def inside(module: str) -> set[str]:
+def inside(module: str, in_functions: bool = True) -> set[str]:
     """Return the modules of this package that a module imports, as keys of MODULES."""
     found = set()
-    for name, _ in imports(module):
+    for name, _ in imports(module, in_functions):
         if name.split(".")[0] != "ring_flash_attn":
             continue
         rest = name.split(".")[1:]
@@ -127,6 +129,52 @@ def test_nothing_imports_upwards(module: str) -> None:
     part = part_of(module)
     above = {part_of(name) for name in inside(module)} - ALLOWED[part] - {part}
     assert not above, f"{module} imports {above}"
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Return the modules that import each other, directly or through others; Tarjan's algorithm."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for other in arrows[module]:
+            if other not in number:
+                visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in stack:
+                lowest[module] = min(lowest[module], number[other])
+        if lowest[module] == number[module]:
+            first = stack.index(module)
+            if len(stack) - first > 1:
+                found.append(sorted(stack[first:]))
+            del stack[first:]
+
+    for module in arrows:
+        if module not in number:
+            visit(module)
+    return found
+
+
+def test_circles_are_found() -> None:
+    arrows = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set()}
+    assert circles(arrows) == [["a", "b", "c"]]
+    assert circles({**arrows, "c": set()}) == []
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    arrows = {module: inside(module, in_functions=False) - {module} for module in MODULES}
+    assert circles(arrows) == []
+
+
+@pytest.mark.parametrize("part", sorted({part_of(module) for module in MODULES}))
+def test_no_circle_within_a_part_even_inside_of_functions(part: str) -> None:
+    modules = {module for module in MODULES if part_of(module) == part}
+    arrows = {module: inside(module) & modules - {module} for module in modules}
+    assert circles(arrows) == []
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if part_of(m) != "comm"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,27 @@ def test_a_kernel_under_the_name_of_a_library(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(
         rfa.flash_attn_func(x, x, x, kernel="fa2"), rfa.flash_attn_func(x, x, x, kernel="reference")
     )
+    base.load_kernel.cache_clear()
+
+
+def test_every_name_is_that_of_a_kernel_that_exists() -> None:
+    for name, entry in base._ENTRIES.items():
+        assert find_spec(entry.module) is not None, name
+    with pytest.raises(ValueError, match="unknown kernel 'cute'; choose one of auto, native, fa4"):
+        base.check_kernel("cute")
+
+
+def test_a_kernel_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing falls back to another kernel."""
+    monkeypatch.setattr(base, "_ENTRIES", dict(base._ENTRIES))
+    monkeypatch.setattr(base, "_registered", [])
+    base.register_kernel("mine", "no_such_module", "`pip install mine`")
+    x = torch.randn(1, 4, 2, 8)
+    with pytest.raises(NotImplementedError) as raised:
+        rfa.flash_attn_func(x, x, x, kernel="mine")
+    assert "kernel 'mine' cannot do this call:\n  mine: " in str(raised.value)
+    assert "`pip install mine`" in str(raised.value)
+    rfa.flash_attn_func(x, x, x)  # `auto` takes the next one
     base.load_kernel.cache_clear()
 
 

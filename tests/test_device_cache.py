@@ -1,4 +1,4 @@
-"""What is made once for each plan and kept."""
+"""What is made once for each plan and cached on a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ring_flash_attn.kernels import device_cache
-from ring_flash_attn.kernels.device_cache import Kept, to_device
+from ring_flash_attn.kernels.device_cache import DeviceCache, to_device
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_made_once_for_each_plan_device_and_key() -> None:
-    cache: Kept[torch.Tensor] = Kept()
+    cache: DeviceCache[torch.Tensor] = DeviceCache()
     first, second = Plan(), Plan()
     for plan in (first, second):
         for key in (1, 2):
@@ -76,7 +76,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Stream], None]:
 
 
 def test_another_stream_waits_once_for_what_is_copied(use: Callable[[Stream], None]) -> None:
-    cache: Kept[int] = Kept()
+    cache: DeviceCache[int] = DeviceCache()
     plan, maker, other = Plan(), Stream(1), Stream(2)
     for stream in (maker, maker, other, other, maker):
         use(stream)
@@ -88,7 +88,7 @@ def test_another_stream_waits_once_for_what_is_copied(use: Callable[[Stream], No
 
 def test_what_goes_stays_until_all_streams_are_done(use: Callable[[Stream], None]) -> None:
     """Its memory could be somebody else's while kernels still read it."""
-    cache: Kept[Plan] = Kept()
+    cache: DeviceCache[Plan] = DeviceCache()
     plan, maker, other = Plan(), Stream(1), Stream(2)
     use(maker)
     alive = weakref.ref(cache.get(plan, CPU, 0, Plan))
@@ -108,7 +108,7 @@ def test_what_goes_stays_until_all_streams_are_done(use: Callable[[Stream], None
 
 
 def test_the_oldest_go_and_their_plans_with_them() -> None:
-    cache: Kept[int] = Kept()
+    cache: DeviceCache[int] = DeviceCache()
     plan = Plan()
     cache.get(plan, CPU, 0, int)
     gone = weakref.ref(plan)
@@ -121,7 +121,7 @@ def test_the_oldest_go_and_their_plans_with_them() -> None:
 
 
 def test_what_a_graph_reads_stays(capture: pytest.MonkeyPatch) -> None:
-    cache: Kept[list[int]] = Kept()
+    cache: DeviceCache[list[int]] = DeviceCache()
     plan = Plan()
     made = cache.get(plan, CPU, 0, list)
     capture.undo()
@@ -133,7 +133,7 @@ def test_what_a_graph_reads_stays(capture: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_copied_while_a_graph_is_captured(capture: pytest.MonkeyPatch) -> None:
-    cache: Kept[torch.Tensor] = Kept()
+    cache: DeviceCache[torch.Tensor] = DeviceCache()
     plan = Plan()
     with pytest.raises(RuntimeError, match="make the same call once"):
         cache.get(plan, CPU, 0, lambda: to_device(torch.zeros(1), CPU))

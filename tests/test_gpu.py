@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ring_flash_attn as rfa
 from ring_flash_attn.cache import Cache
 from ring_flash_attn.kernels.base import load_kernel
-from ring_flash_attn.kernels.device_cache import Kept
+from ring_flash_attn.kernels.device_cache import DeviceCache
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.verify.oracle import Rules, oracle
@@ -474,10 +474,10 @@ def test_evicted_tables_outlive_the_kernels_of_other_streams(
     """More plans than are kept, while a stream that is held back has yet to read its tables."""
     from ring_flash_attn.kernels.triton import launcher, tables
 
-    def small() -> Kept:
-        kept: Kept = Kept()
-        kept._newest = Cache(4, kept._retire)  # those of one call
-        return kept
+    def small() -> DeviceCache:
+        cache: DeviceCache = DeviceCache()
+        cache._newest = Cache(4, cache._retire)  # those of one call
+        return cache
 
     monkeypatch.setattr(tables, "_tables", small())
     monkeypatch.setattr(launcher, "_launches", Cache(1))

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 SHARED = 226 * 1024  # of 227 KiB one is for barriers of warps
-FORWARD = {"WINDOW": False, "SOFTCAP": False, "SINK": False, "GUARD": False}
-FORWARD |= {"RESULT": True, "ALONE": True, "HALVES": False}
-CARRIED = {"RESULT": False, "ALONE": False}
-BACKWARD = {"SOFTCAP": False, "GUARD": False, "FRESH": True}
+FORWARD = {"WINDOW": False, "SOFTCAP": False, "SINK": False, "SHORT_DOCS": False}
+FORWARD |= {"RESULT": True, "SINGLE_LAUNCH": True, "HALVES": False}
+CARRIED = {"RESULT": False, "SINGLE_LAUNCH": False}
+BACKWARD = {"SOFTCAP": False, "SHORT_DOCS": False, "FRESH": True}
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ CASES = [
     *(Case("forward", d) for d in (32, 64, 128, 256)),
     Case("forward", 256, 128),
     Case("forward", 128, dtype="fp16", flags={"WINDOW": True, "SINK": True, **CARRIED}),
-    Case("forward", 128, flags={"ALONE": False}),
-    Case("forward", 128, flags={"GUARD": True, "HALVES": True, **CARRIED}),
-    Case("forward", 64, flags={"SOFTCAP": True, "GUARD": True}),
+    Case("forward", 128, flags={"SINGLE_LAUNCH": False}),
+    Case("forward", 128, flags={"SHORT_DOCS": True, "HALVES": True, **CARRIED}),
+    Case("forward", 64, flags={"SOFTCAP": True, "SHORT_DOCS": True}),
     *(Case("backward", d) for d in (32, 64, 128)),
     Case("backward", 256, flags={"DQ": False}),
     Case("backward", 256, 128),
     Case("backward", 128, 64, "fp16", {"FRESH": False}),
-    *(Case("backward", d, flags={"GUARD": True}) for d in (64, 128)),
-    Case("backward", 256, 128, flags={"GUARD": True}),
-    Case("backward", 64, flags={"SOFTCAP": True, "GUARD": True, "DQ": False}),
+    *(Case("backward", d, flags={"SHORT_DOCS": True}) for d in (64, 128)),
+    Case("backward", 256, 128, flags={"SHORT_DOCS": True}),
+    Case("backward", 64, flags={"SOFTCAP": True, "SHORT_DOCS": True, "DQ": False}),
     *(Case("queries", d) for d in (64, 128, 256)),
-    Case("queries", 64, 32, "fp16", {"GUARD": True, "FRESH": False}),
+    Case("queries", 64, 32, "fp16", {"SHORT_DOCS": True, "FRESH": False}),
 ]
 # The backward pass of large heads needs all registers there are: blocks that need a mask have to
 # put some away, and those that need none have the branch in their loop all the same. Of both
@@ -77,7 +77,7 @@ def _compile(case: Case) -> Code:
         host,
         queries,
     )
-    from ring_flash_attn.kernels.triton.hopper.pieces import ANY_NUMBER
+    from ring_flash_attn.kernels.triton.hopper.primitives import ANY_NUMBER
 
     elements = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
     d, dv = case.headdim, case.headdim_v or case.headdim

@@ -16,8 +16,8 @@ from strategies import problems
 
 import ring_flash_attn as rfa
 from ring_flash_attn.kernels import base
-from ring_flash_attn.kernels.base import State
-from ring_flash_attn.kernels.merge import BLOCK, FIRST, LAST, Rows, merge_rows
+from ring_flash_attn.kernels.base import BLOCK, FIRST, LAST, Rows, State
+from ring_flash_attn.kernels.merge import merge_rows
 from ring_flash_attn.kernels.native import blocks
 from ring_flash_attn.kernels.native.lowering import LibraryCall, Rect, in_order, lower
 from ring_flash_attn.plan.build import make_plan, route_names

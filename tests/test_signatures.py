@@ -15,6 +15,7 @@ from calls import FUNCTIONS, extra_arguments, held_of, packed_inputs, sample_for
 import ring_flash_attn
 from ring_flash_attn import api
 from ring_flash_attn.api import families
+from ring_flash_attn.cache import Cache
 from ring_flash_attn.kernels import base
 
 # "name=default" in order; * as in Python. 0.1.8's own, then what is new.
@@ -88,9 +89,9 @@ def test_all_21_exports_are_there() -> None:
 
 
 def test_the_set_of_functions() -> None:
-    """No more and no fewer: those above, `ring_attention`, and each with three prefixes."""
+    """No more and no fewer: those above, `ring_attention`, and each with two prefixes."""
     plain = {*EXPECTED, "ring_attention"}
-    prefixed = {f"{prefix}_{name}" for prefix in ("triton", "native", "cute") for name in plain}
+    prefixed = {f"{prefix}_{name}" for prefix in ("triton", "native") for name in plain}
     assert set(api.__all__) == plain | prefixed
     assert len(api.__all__) == len(set(api.__all__))
     assert set(FUNCTIONS) == plain
@@ -209,6 +210,7 @@ def test_a_kernel_that_is_not_there_says_how_to_get_it(ranks: Any) -> None:
 def test_auto_lists_every_kernels_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nobody who can, each candidate says why."""
     monkeypatch.setattr(base.load_kernel("reference"), "why_not", lambda call: ["a", "b"], False)
+    monkeypatch.setattr("ring_flash_attn.engine.entry._ready", Cache(1))
     x = torch.randn(1, 4, 2, 8)
     with pytest.raises(NotImplementedError) as raised:
         ring_flash_attn.flash_attn_func(x, x, x)

@@ -77,8 +77,8 @@ def test_much_work_in_half_blocks(length: int, halves: bool) -> None:
 
 
 def test_tables_are_made_on_the_host_whatever_the_default_device_is() -> None:
+    from ring_flash_attn.kernels.base import Rows
     from ring_flash_attn.kernels.fused_merge import _bits_of
-    from ring_flash_attn.kernels.merge import Rows
     from ring_flash_attn.kernels.triton.tables import table
 
     cpu = torch.device("cpu")

@@ -35,7 +35,7 @@ HEADDIMS = (64, 128)
 # What a launch passes: causal, bf16, grouped heads, one step, contiguous tensors.
 FLAGS = {
     "EVEN": True,
-    "GUARD": False,
+    "SHORT_DOCS": False,
     "WINDOW": False,
     "SOFTCAP": False,
     "ALIBI": False,

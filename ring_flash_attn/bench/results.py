@@ -169,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def load(path: Path) -> Results:
-    """Read a file of any version; ValueError that names the file if it cannot be read."""
+    """Read a file; ValueError that names it if it cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -179,11 +179,7 @@ def load(path: Path) -> Results:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no results")
     try:
-        if "format" in values:
-            return Results.from_dict(values)
-        from .old_results import read_old  # which needs torch
-
-        return read_old(values)
+        return Results.from_dict(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -102,6 +102,24 @@ class State:
     result: Tensor | None = None
 
 
+FIRST, LAST, BLOCK = 1, 2, 4  # bits of `Rows`
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Query rows start … end, and what a block means to them.
+
+    Attributes:
+        start, end: which rows of the state.
+        bits: FIRST: there is no state yet. LAST: the output is final after this. BLOCK: the block
+            has these rows; without it they only have to be started or finished.
+    """
+
+    start: int
+    end: int
+    bits: int
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What the backward pass knows of the forward pass, for all rows of a query shard.
@@ -241,11 +259,6 @@ _ENTRIES: dict[str, Entry] = {
         ("flash_attn", "native.flash_attn2", "`pip install flash-attn --no-build-isolation`"),
         ("fa2", "native.fa2", "comes with torch for NVIDIA GPUs"),
         (
-            "cute",
-            "cute",
-            "this version does not contain it yet; it will need nvidia-cutlass-dsl",
-        ),
-        (
             "triton",
             "triton",
             "it comes with torch for NVIDIA and AMD GPUs, or `pip install triton`",
@@ -303,18 +316,17 @@ def _order(call: Call) -> tuple[str, ...]:
     """A fixed order: on Hopper by what was measured, elsewhere by what is expected of them."""
     import torch
 
-    last = ("cute", "reference")
     generation = 0
     if call.device.type == "cuda" and torch.version.hip is None:
         generation = torch.cuda.get_device_capability(call.device)[0]
     wide = max(call.headdim, call.headdim_v)
     if generation == 9 and (wide <= 64 or (wide <= 128 and _has_hopper_kernels(call))):
-        return ("fa4", "fa3", "triton", "cudnn", "flash_attn", "fa2", *last)
+        return ("fa4", "fa3", "triton", "cudnn", "flash_attn", "fa2", "reference")
     if generation in (9, 10):
-        return ("fa4", "fa3", "cudnn", "triton", "flash_attn", "fa2", *last)
+        return ("fa4", "fa3", "cudnn", "triton", "flash_attn", "fa2", "reference")
     if generation:
-        return ("flash_attn", "fa2", "triton", "cudnn", "fa3", "fa4", *last)
-    return ("triton", *LIBRARIES, *last)
+        return ("flash_attn", "fa2", "triton", "cudnn", "fa3", "fa4", "reference")
+    return ("triton", *LIBRARIES, "reference")
 
 
 def _has_hopper_kernels(call: Call) -> bool:

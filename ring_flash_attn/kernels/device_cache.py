@@ -1,4 +1,4 @@
-"""Small tensors that launches read, copied to a device once for each plan, and kept."""
+"""Small tensors that launches read, copied to a device once for each plan and cached there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Entry(Generic[Made]):
     """What was made, and who may read it.
 
     Attributes:
-        plan: kept alive, since the cache goes by its id.
+        plan: held, since the cache goes by its id.
         made: the value.
         ready: done when the copies to the GPU are; None on other devices.
         streams: those that have launched kernels which read it, by handle.
@@ -33,10 +33,10 @@ class _Entry(Generic[Made]):
     streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)
 
 
-class Kept(Generic[Made]):
+class DeviceCache(Generic[Made]):
     """What was made for plans, which hand out the same objects each time: it goes by identity.
 
-    Only the newest are kept, and those that a CUDA graph reads, which may be replayed at any time.
+    It holds the newest, and what a CUDA graph reads, since that may be replayed at any time.
     Any stream may use an entry: it waits for the copies that another stream has queued, and memory
     is released when all streams that use it are done.
     """

@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .base import State
-from .device_cache import Kept, to_device
-from .merge import Rows
+from .base import Rows, State
+from .device_cache import DeviceCache, to_device
 
 _ROWS = 16  # of a program
-_bits: Kept[Tensor] = Kept()  # a byte for each row
+_bits: DeviceCache[Tensor] = DeviceCache()  # a byte for each row
 
 
 @triton.jit(do_not_specialize=["start", "end", "offset", "nheads"])

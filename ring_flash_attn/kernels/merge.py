@@ -8,31 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
 from ..trace import span
-from .base import State
-
-FIRST, LAST, BLOCK = 1, 2, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Query rows start … end, and what a block means to them.
-
-    Attributes:
-        start, end: which rows of the state.
-        bits: FIRST: there is no state yet. LAST: the output is final after this. BLOCK: the block
-            has these rows; without it they only have to be started or finished.
-    """
-
-    start: int
-    end: int
-    bits: int
+from .base import BLOCK, FIRST, LAST, Rows, State
 
 
 def merge(state: State, out: Tensor, lse: Tensor) -> None:

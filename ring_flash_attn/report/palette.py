@@ -30,7 +30,7 @@ _COLOURS = (
 )
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon")
 # These have the same colour in every report; all others take what is left, in order.
-_FIXED = ("triton", "cudnn", "fa2", "fa3", "fa4", "cute", "reference")
+_FIXED = ("triton", "cudnn", "fa2", "fa3", "fa4", "reference")
 
 
 def styles(names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...plan.tiles import Tile
-from ..base import Call, Grads, Saved, State
-from ..device_cache import Kept, to_device
-from ..merge import BLOCK, FIRST, LAST, merge_rows
+from ..base import BLOCK, FIRST, LAST, Call, Grads, Saved, State
+from ..device_cache import DeviceCache, to_device
+from ..merge import merge_rows
 from .lowering import LibraryCall, in_order, lower
 
 
@@ -103,7 +103,7 @@ class LibraryKernel:
 
     def __init__(self, library: Library) -> None:
         self.name, self.library = library.name, library
-        self._launches: Kept[Launch] = Kept()
+        self._launches: DeviceCache[Launch] = DeviceCache()
 
     def why_not(self, call: Call) -> list[str]:
         """Every reason why it cannot do this call; empty if it can."""

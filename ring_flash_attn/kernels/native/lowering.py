@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ...plan.tiles import Tile, band_pairs
-from ..merge import BLOCK, FIRST, LAST, Rows
+from ..base import BLOCK, FIRST, LAST, Rows
 
 
 @dataclass(frozen=True, slots=True)

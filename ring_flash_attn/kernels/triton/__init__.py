@@ -117,7 +117,7 @@ def launch_forward(
         call,
         call.nheads,
         blocks,
-        GUARD=work.short,
+        SHORT_DOCS=work.short,
         WINDOW=work.windowed,
         SINK=call.sink,
         RESULT=result is not out,
@@ -154,7 +154,7 @@ def launch_backward(
         call,
         call.nheads_k if by_key else call.nheads,
         blocks,
-        GUARD=work.short,
+        SHORT_DOCS=work.short,
         FRESH=fresh,
         **({} if by_key else {"WINDOW": work.windowed}),
     )

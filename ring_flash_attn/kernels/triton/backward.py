@@ -144,21 +144,21 @@ def run_keys(
     first, last, distance, key_words, seed_ptr, batch, head, token, slope, scale,
     softcap, threshold, keep_scale, stride_q, stride_o, stride, d, dv,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK_M: tl.constexpr,
+    SHORT_DOCS: tl.constexpr, BLOCK_M: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Add queries begin … end to dK and dV of a block of keys; scores are (keys, queries)."""
     numbers = tl.arange(0, BLOCK_M)
     for i in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
-        at = inside_of(i, q_len, BLOCK_M, MASKED, GUARD)
+        at = inside_of(i, q_len, BLOCK_M, MASKED, SHORT_DOCS)
         inside = at + numbers < q_len
         q = load_rows(
-            q_mat, q_row + at, q_col, stride_q, inside, d, BLOCK_M, D, TMA, EVEN, MASKED, GUARD
+            q_mat, q_row + at, q_col, stride_q, inside, d, BLOCK_M, D, TMA, EVEN, MASKED, SHORT_DOCS
         )
         dout = load_rows(
             dout_mat, o_row + at, o_col, stride_o, inside, dv, BLOCK_M, DV, TMA, EVEN, MASKED,
-            GUARD
+            SHORT_DOCS
         )
         lse, delta = load_stats(stats_ptr, at, q_len, BLOCK_M, MASKED)
         rows = (at + numbers)[None, :]
@@ -189,7 +189,7 @@ def keys_kernel(
     v_stride, v_brow, v_bcol, v_hrow, v_hcol, o_stride, o_brow, o_bcol, o_hrow, o_hcol,
     s_batch, s_head, s_row, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, slopes_batch,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHORT_DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr, FRESH: tl.constexpr,
 ):
@@ -248,22 +248,22 @@ def keys_kernel(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
                 stats_base + other64 * s_row, begin, edge, q_len, first, last, distance,
                 key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
-                threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
-                BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
+                threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA,
+                SHORT_DOCS, BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             dk, dv_acc = run_keys(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
                 stats_base + other64 * s_row, edge, whole, q_len, first, last, distance,
                 key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
-                threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
-                BLOCK_M, False, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
+                threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA,
+                SHORT_DOCS, BLOCK_M, False, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             dk, dv_acc = run_keys(
                 dk, dv_acc, k, v, q_mat, dout_mat, q_row0 + other, q_col, o_row0 + other, o_col,
                 stats_base + other64 * s_row, whole, end, q_len, first, last, distance,
                 key_words, seed_ptr, batch, head + head_start, q_index, slope, scale, softcap,
-                threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA, GUARD,
-                BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
+                threshold, keep_scale, q_stride, o_stride, stride, d, dv, D, DV, EVEN, TMA,
+                SHORT_DOCS, BLOCK_M, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             tile += 1
 
@@ -281,20 +281,21 @@ def run_queries(
     last, distance, row_hash, token, slope, scale, softcap, threshold, keep_scale,
     stride_k, stride_v, stride, d, dv,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHORT_DOCS: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Add keys begin … end to dQ of a block of queries."""
     columns = tl.arange(0, BLOCK_N)
     for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        at = inside_of(j, k_len, BLOCK_N, MASKED, GUARD)
+        at = inside_of(j, k_len, BLOCK_N, MASKED, SHORT_DOCS)
         inside = at + columns < k_len
         k = load_rows(
-            k_mat, k_row + at, k_col, stride_k, inside, d, BLOCK_N, D, TMA, EVEN, MASKED, GUARD
+            k_mat, k_row + at, k_col, stride_k, inside, d, BLOCK_N, D, TMA, EVEN, MASKED, SHORT_DOCS
         )
         v = load_rows(
-            v_mat, v_row + at, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD
+            v_mat, v_row + at, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED,
+            SHORT_DOCS,
         )
         keys = (at + columns)[None, :]
         products = dot(q, tl.trans(k), UPCAST)
@@ -320,7 +321,7 @@ def queries_kernel(
     v_stride, v_brow, v_bcol, v_hrow, v_hcol, o_stride, o_brow, o_bcol, o_hrow, o_hcol,
     s_batch, s_head, s_row, dq_batch, dq_row, dq_head, slopes_batch,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SHORT_DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr, FRESH: tl.constexpr,
 ):
@@ -376,7 +377,7 @@ def queries_kernel(
                 dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
                 begin, edge, k_len, first, last, distance, row_hash, k_index, slope, scale,
                 softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN,
-                TMA, GUARD, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
+                TMA, SHORT_DOCS, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             begin = edge
         whole = begin + tl.maximum(whole - begin, 0) // BLOCK_N * BLOCK_N
@@ -384,13 +385,13 @@ def queries_kernel(
             dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
             begin, whole, k_len, first, last, distance, row_hash, k_index, slope, scale,
             softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA,
-            GUARD, BLOCK_N, False, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
+            SHORT_DOCS, BLOCK_N, False, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
         )
         dq = run_queries(
             dq, q, dout, lse, delta, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
             whole, end, k_len, first, last, distance, row_hash, k_index, slope, scale,
             softcap, threshold, keep_scale, k_stride, v_stride, stride, d, dv, D, DV, EVEN, TMA,
-            GUARD, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
+            SHORT_DOCS, BLOCK_N, True, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
         )
         tile += 1
 

@@ -30,11 +30,13 @@ CARRY = tl.constexpr(23.0)  # log2 of the weight that the state starts with; see
 @triton.jit
 def add_values(
     acc, p, v_mat, v_row, v_col, stride_v, inside, dv, BLOCK_N: tl.constexpr, DV: tl.constexpr,
-    EVEN: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, SHORT_DOCS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """acc + p · v for the BLOCK_N values from v_row on; p is rounded like v."""
-    v = load_rows(v_mat, v_row, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, GUARD)
+    v = load_rows(
+        v_mat, v_row, v_col, stride_v, inside, dv, BLOCK_N, DV, TMA, EVEN, MASKED, SHORT_DOCS
+    )
     if UPCAST:
         return acc + dot(p, v, UPCAST)
     else:
@@ -47,7 +49,7 @@ def run(
     distance, row_hash, token, slope, scale, softcap, threshold, stride_k, stride_v, stride, d,
     dv,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    EVEN: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, SHORT_DOCS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -63,7 +65,7 @@ def run(
     p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     for j in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        at = inside_of(j, k_len, BLOCK_N, MASKED, GUARD)
+        at = inside_of(j, k_len, BLOCK_N, MASKED, SHORT_DOCS)
         keys = at + columns
         k = load_rows(
             k_mat, k_row + at, k_col, stride_k, keys < k_len, d, BLOCK_N, D, TMA, EVEN, MASKED,
@@ -71,10 +73,10 @@ def run(
         )
         s = dot(q, tl.trans(k), UPCAST)
         rounded = p.to(q.dtype)
-        before = inside_of(tl.maximum(j - BLOCK_N, begin), k_len, BLOCK_N, MASKED, GUARD)
+        before = inside_of(tl.maximum(j - BLOCK_N, begin), k_len, BLOCK_N, MASKED, SHORT_DOCS)
         acc = add_values(
             acc * rescale[:, None], rounded, v_mat, v_row + before, v_col, stride_v,
-            before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, UPCAST
+            before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, SHORT_DOCS, UPCAST
         )
         if SOFTCAP or ALIBI:
             s, _ = finish_scores(
@@ -103,10 +105,10 @@ def run(
         m = m_new
     if begin < end:
         before = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
-        before = inside_of(before, k_len, BLOCK_N, MASKED, GUARD)
+        before = inside_of(before, k_len, BLOCK_N, MASKED, SHORT_DOCS)
         acc = add_values(
             acc * rescale[:, None], p.to(q.dtype), v_mat, v_row + before, v_col, stride_v,
-            before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, GUARD, UPCAST
+            before + columns < k_len, dv, BLOCK_N, DV, EVEN, TMA, MASKED, SHORT_DOCS, UPCAST
         )
     return acc, m, total
 
@@ -119,7 +121,7 @@ def forward_kernel(
     v_stride, v_brow, v_bcol, v_hrow, v_hcol, o_batch, o_row, o_head, l_batch, l_head, l_row,
     r_batch, r_row, r_head, slopes_batch,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-    GUARD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SHORT_DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, SINK: tl.constexpr,
     RESULT: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -188,7 +190,7 @@ def forward_kernel(
                 acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col,
                 begin, edge, k_len, first, last, distance, row_hash, k_index, slope, scale,
                 softcap, threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV,
-                EVEN, TMA, True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
+                EVEN, TMA, True, SHORT_DOCS, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
             )
             begin = edge
         whole = tl.minimum(k_len, i0 + high + 1)
@@ -197,13 +199,13 @@ def forward_kernel(
             acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, begin,
             whole, k_len, first, last, distance, row_hash, k_index, slope, scale, softcap,
             threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV, EVEN, TMA,
-            False, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
+            False, SHORT_DOCS, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
         )
         acc, m, total = run(
             acc, m, total, q, k_mat, v_mat, k_row0 + k_row, k_col, v_row0 + k_row, v_col, whole,
             end, k_len, first, last, distance, row_hash, k_index, slope, scale, softcap,
             threshold, k_stride, v_stride, stride, d, dv, BLOCK_M, BLOCK_N, D, DV, EVEN, TMA,
-            True, GUARD, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
+            True, SHORT_DOCS, WINDOW, SOFTCAP, ALIBI, DROPOUT, UPCAST, STAGES,
         )
         tile += 1
 

@@ -44,13 +44,13 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def inside_of(i, length, BLOCK: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr):
+def inside_of(i, length, BLOCK: tl.constexpr, MASKED: tl.constexpr, SHORT_DOCS: tl.constexpr):
     """Where to load the block that begins at i: the last one ends where the document does.
 
-    Its first rows are then some of the block before, and must be masked. With GUARD there are
+    Its first rows are then some of the block before, and must be masked. With SHORT_DOCS there are
     documents shorter than a block, which it cannot be moved into.
     """
-    if MASKED and not GUARD:
+    if MASKED and not SHORT_DOCS:
         return tl.minimum(i, length - BLOCK)
     else:
         return i
@@ -60,16 +60,16 @@ def inside_of(i, length, BLOCK: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.co
 def load_rows(
     matrix, row, column, row_stride, inside, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-    MASKED: tl.constexpr, GUARD: tl.constexpr,
+    MASKED: tl.constexpr, SHORT_DOCS: tl.constexpr,
 ):
     """ROWS × COLUMNS numbers of a matrix, from a descriptor (TMA) or a pointer.
 
     With MASKED, rows that are not `inside` are 0. A descriptor reads what lies there, which may be
-    another document's NaN: GUARD clears it. EVEN: COLUMNS is the width.
+    another document's NaN: SHORT_DOCS clears it. EVEN: COLUMNS is the width.
     """
     if TMA:
         x = matrix.load([row, column])
-        if MASKED and GUARD:
+        if MASKED and SHORT_DOCS:
             x = tl.where(inside[:, None], x, 0.0)
         return x
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...plan.layout import Span
 from ...plan.tiles import Tile
-from ..device_cache import Kept, to_device
+from ..device_cache import DeviceCache, to_device
 
 FIRST, LAST = 1, 2
 _MUCH = 20  # a twentieth: asking costs 1 to 2 %, skipping saves less than half of a block
@@ -51,7 +51,7 @@ class Table:
         return self.longest * len(self.blocks) == self.total
 
 
-_tables: Kept[Table] = Kept()  # 64 bytes for each block, so a few kilobytes as a rule
+_tables: DeviceCache[Table] = DeviceCache()  # 64 bytes for each block, so a few kilobytes as a rule
 
 
 def table(

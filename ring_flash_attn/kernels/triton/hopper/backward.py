@@ -65,7 +65,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pieces import (
+from .primitives import (
     ANY_NUMBER,
     barriers,
     begin_of,
@@ -133,7 +133,7 @@ def load_halves(desc, batch, head, row, full, smem, first):
 
 @gluon.jit
 def produce(
-    loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, GUARD: gl.constexpr, OWN: gl.constexpr
+    loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SHORT_DOCS: gl.constexpr, OWN: gl.constexpr
 ):
     """Find pieces of work; load keys and values, and blocks of queries with what is known of them.
 
@@ -167,15 +167,15 @@ def produce(
                     at = gl.minimum(i, last)
                     stage, phase = n % STAGES, (n // STAGES) & 1
                     wait_for_warps(EMPTY + stage, phase ^ 1)
-                    full = told_by_copy(stage, q_len, q_full, BLOCK_M, GUARD)
+                    full = told_by_copy(stage, q_len, q_full, BLOCK_M, SHORT_DOCS)
                     mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
                     load_tile(q_desc, batch, head, at, full, q_smem.index(stage), False)
                     load_stats(lse_desc, batch, head, at, full, lse_smem.index(stage))
-                    full = told_by_copy(stage, q_len, do_full, BLOCK_M, GUARD)
+                    full = told_by_copy(stage, q_len, do_full, BLOCK_M, SHORT_DOCS)
                     mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
                     load_tile(do_desc, batch, head, at, full, do_smem.index(stage), False)
                     load_stats(delta_desc, batch, head, at, full, delta_smem.index(stage))
-                    if GUARD:
+                    if SHORT_DOCS:
                         clear_short(q_len, shorts, stage, q_full, (q_smem.index(stage),))
                         shorts = clear_short(
                             q_len, shorts, stage, do_full, (do_smem.index(stage),)
@@ -243,14 +243,14 @@ def half_dq(C: gl.constexpr, ds_smem, k_smem, dq_smem, buffer, keys):
 
 @gluon.jit
 def put_dq(
-    C: gl.constexpr, dq, dq_smem, dq_empty, n, first, there, GUARD: gl.constexpr,
+    C: gl.constexpr, dq, dq_smem, dq_empty, n, first, there, SHORT_DOCS: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):
     """Put dQ of block n − 1 where the adder finds it; a fence has to follow.
 
     Of a piece of work's first block, anything: nobody is told.
     """
-    if GUARD:
+    if SHORT_DOCS:
         dq = of_document(dq, there - C * HALF if BLOCK_M > HALF else there)
     mbarrier.wait(dq_empty.index(C), gl.maximum(n, first + 1) & 1)
     dq_smem.index(C).store(dq)
@@ -272,7 +272,7 @@ def run(
     dk, dv, n, first, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, keys,
     v_smem, shared, scale, softcap,
     C: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, DQ: gl.constexpr,
+    SOFTCAP: gl.constexpr, SHORT_DOCS: gl.constexpr, DQ: gl.constexpr,
 ):
     """Add the queries in rows begin … end, in blocks; n counts all blocks, this work's from first.
 
@@ -315,7 +315,7 @@ def run(
         if BLOCK_M > HALF:  # there are no registers for both of a large block's operands
             dp = warpgroup_mma_wait(0, deps=(dp,))
             delta = stats_of(delta_smem, stage, of_queries)
-            ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
+            ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, SHORT_DOCS).to(dtype)
             rounded = gl.convert_layout(p.to(dtype), for_dv)
             dv_pending = warpgroup_mma(rounded, dout, dv, is_async=True)
         else:
@@ -323,14 +323,14 @@ def run(
             dv_pending = warpgroup_mma(rounded, dout, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp,))
             delta = stats_of(delta_smem, stage, of_queries)
-            ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
+            ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, SHORT_DOCS).to(dtype)
         if DQ:
             wait_for_block(n - 1, STAGES)
             dq_pending = half_dq(C, ds_smem, k_smem, dq_smem, (n & 1) ^ 1, keys + zero)
             dk_pending = warpgroup_mma(gl.convert_layout(ds, for_dk), q, dk, is_async=True)
             ds_smem.index(2 * (n & 1) + C).store(ds)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
-            put_dq(C, dq * scale, dq_smem, dq_empty, n, first, there, GUARD, BLOCK_M)
+            put_dq(C, dq * scale, dq_smem, dq_empty, n, first, there, SHORT_DOCS, BLOCK_M)
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
             fence_async_shared()
             if n > first:
@@ -341,7 +341,7 @@ def run(
             dv, dk = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending))
             warp_arrives(EMPTY + stage)
         n += 1
-        if GUARD:
+        if SHORT_DOCS:
             there = q_len
     return dk, dv, n, there
 
@@ -349,7 +349,7 @@ def run(
 @gluon.jit
 def consume(
     C: gl.constexpr, given, shared, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    SOFTCAP: gl.constexpr, SHORT_DOCS: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
     DQ: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of dQ, of each piece of work."""
@@ -357,7 +357,7 @@ def consume(
     n, w = 0, 0
     mbarrier.wait(item_full.index(0), 0)
     while told(item.index(w % 2), 0) > 0:
-        n = gradients(C, given, shared, n, w, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)
+        n = gradients(C, given, shared, n, w, BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ)
         w += 1
         mbarrier.wait(item_full.index(w % 2), (w // 2) & 1)
 
@@ -365,7 +365,7 @@ def consume(
 @gluon.jit
 def gradients(
     C: gl.constexpr, given, shared, n, w, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    SOFTCAP: gl.constexpr, SHORT_DOCS: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
     DQ: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of dQ; n counts blocks and w pieces of work."""
@@ -399,7 +399,7 @@ def gradients(
             )
             dk, dv, n, there = run(
                 dk, dv, n, first, there, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0,
-                keys, v_smem, shared, scale, softcap, C, BLOCK_M, D, DV, SOFTCAP, GUARD, DQ,
+                keys, v_smem, shared, scale, softcap, C, BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, DQ,
             )
     SPARE: gl.constexpr = DQ and BLOCK_M >= D  # there is room where ds of the next block will be
     if SPARE:
@@ -408,7 +408,7 @@ def gradients(
         wait_for_block(n - 1, STAGES)
         dq = half_dq(C, ds_smem, k_smem, dq_smem, (n & 1) ^ 1, keys)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        put_dq(C, dq * scale, dq_smem, dq_empty, n, first, there, GUARD, BLOCK_M)
+        put_dq(C, dq * scale, dq_smem, dq_empty, n, first, there, SHORT_DOCS, BLOCK_M)
         fence_async_shared()
         if n > first:
             warp_arrives(DQ_FULL + C)
@@ -433,7 +433,7 @@ def backward_kernel(
     blocks_ptr, tiles_ptr, scale, softcap, heads, group, count, section, pairs, parts, d, dv,
     dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
     BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    SOFTCAP: gl.constexpr, SHORT_DOCS: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
     DQ: gl.constexpr, OWN: gl.constexpr,
 ):
     """Gradients that 128 keys of one KV head have a part in: all query heads, all tiles.
@@ -461,7 +461,7 @@ def backward_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [BUFFERS, HALF, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS, PART], dq_layout)
     k_full, v_full = barriers(2, 1), barriers(1, 1)
-    FULL: gl.constexpr = STAGES + 1 if GUARD else STAGES
+    FULL: gl.constexpr = STAGES + 1 if SHORT_DOCS else STAGES
     q_full, do_full = barriers(FULL, 1), barriers(FULL, 1)
     dq_empty = barriers(2, 1)
     declare_warp_barriers()
@@ -488,9 +488,9 @@ def backward_kernel(
     if DQ:
         gl.warp_specialize(
             [
-                (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-                (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-                (produce, (loads, BLOCK_M, STAGES, GUARD, OWN)),
+                (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ)),
+                (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ)),
+                (produce, (loads, BLOCK_M, STAGES, SHORT_DOCS, OWN)),
                 (add, (0, adds, BLOCK_M)),
                 (add, (1, adds, BLOCK_M)),
             ],
@@ -499,9 +499,9 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-                (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-                (produce, (loads, BLOCK_M, STAGES, GUARD, OWN)),
+                (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ)),
+                (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ)),
+                (produce, (loads, BLOCK_M, STAGES, SHORT_DOCS, OWN)),
             ],
             [4, 1], [240, 24],
         )

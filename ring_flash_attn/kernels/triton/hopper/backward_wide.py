@@ -33,7 +33,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pieces import (
+from .primitives import (
     ANY_NUMBER,
     barriers,
     clear_from,
@@ -67,7 +67,7 @@ def add_dq(dq_desc, dq_smem, dq_full, dq_empty, number, batch, head, row, DH: gl
 
 @gluon.jit
 def produce(
-    loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DH: gl.constexpr, GUARD: gl.constexpr,
+    loads, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, DH: gl.constexpr, SHORT_DOCS: gl.constexpr,
     DQ: gl.constexpr,
 ):
     """Load keys and values, then blocks of queries and dout with what is known of their rows."""
@@ -89,7 +89,7 @@ def produce(
                 at = gl.minimum(i, last)
                 stage, phase = n % STAGES, (n // STAGES) & 1
                 mbarrier.wait(q_empty.index(stage), phase ^ 1)
-                full = told_by_copy(stage, q_len, q_full, BLOCK_M, GUARD)
+                full = told_by_copy(stage, q_len, q_full, BLOCK_M, SHORT_DOCS)
                 mbarrier.expect(full, q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
                 load_tile(q_desc, batch, head, at, full, q_smem.index(stage), False)
                 load_stats(lse_desc, batch, head, at, full, lse_smem.index(stage))
@@ -98,11 +98,11 @@ def produce(
                         add_dq(dq_desc, dq_smem, dq_full, dq_empty, n - 2, batch, head2, row2, DH)
                     head2, row2, head1, row1 = head1, row1, head, at
                 mbarrier.wait(do_empty.index(0), (n & 1) ^ 1)
-                full = told_by_copy(0, q_len, do_full, BLOCK_M, GUARD)
+                full = told_by_copy(0, q_len, do_full, BLOCK_M, SHORT_DOCS)
                 mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
                 load_tile(do_desc, batch, head, at, full, do_smem.index(0), False)
                 load_stats(delta_desc, batch, head, at, full, delta_smem.index(0))
-                if GUARD:
+                if SHORT_DOCS:
                     clear_short(q_len, shorts, stage, q_full, (q_smem.index(stage),))
                     shorts = clear_short(q_len, shorts, 0, do_full, (do_smem.index(0),))
                 n += 1
@@ -125,10 +125,10 @@ def piece_of_dq(ds, k, COLUMN: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def put_dq(
-    C: gl.constexpr, dq, dq_smem, dq_full, dq_empty, number, there, GUARD: gl.constexpr
+    C: gl.constexpr, dq, dq_smem, dq_full, dq_empty, number, there, SHORT_DOCS: gl.constexpr
 ):
     """Hand a piece of dQ to the producer; `there` rows of the block belong to its document."""
-    if GUARD:
+    if SHORT_DOCS:
         dq = of_document(dq, there)
     mbarrier.wait(dq_empty.index(0), (number & 1) ^ 1)
     dq_smem.index(C).store(dq)
@@ -139,7 +139,7 @@ def put_dq(
 @gluon.jit
 def run(
     dk, dv, n, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, shared, scale, softcap,
-    C: gl.constexpr, BLOCK_M: gl.constexpr, SOFTCAP: gl.constexpr, GUARD: gl.constexpr,
+    C: gl.constexpr, BLOCK_M: gl.constexpr, SOFTCAP: gl.constexpr, SHORT_DOCS: gl.constexpr,
     DQ: gl.constexpr,
 ):
     """Add the queries in rows begin … end, in blocks; n counts all blocks."""
@@ -179,7 +179,7 @@ def run(
         dv_pending = warpgroup_mma(rounded, dout.slice(C * DVH, DVH, dim=1), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         delta = stats_of(delta_smem, 0, of_queries)
-        ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, GUARD).to(dtype)
+        ds = score_gradients(p, dp, delta[None, :], tanh, SOFTCAP, SHORT_DOCS).to(dtype)
         dk_pending = warpgroup_mma(
             gl.convert_layout(ds, for_dk), q.slice(C * DH, DH, dim=1), dk, is_async=True
         )
@@ -191,10 +191,10 @@ def run(
             mbarrier.arrive(do_empty.index(0))
             dk, dq = warpgroup_mma_wait(0, deps=(dk_pending, dq))
             mbarrier.arrive(q_empty.index(stage))
-            put_dq(C, dq * scale, dq_smem, dq_full, dq_empty, 2 * n, q_len, GUARD)
+            put_dq(C, dq * scale, dq_smem, dq_full, dq_empty, 2 * n, q_len, SHORT_DOCS)
             dq = piece_of_dq(own_ds, k, C * DH + PIECE, BLOCK_M)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            put_dq(C, dq * scale, dq_smem, dq_full, dq_empty, 2 * n + 1, q_len, GUARD)
+            put_dq(C, dq * scale, dq_smem, dq_full, dq_empty, 2 * n + 1, q_len, SHORT_DOCS)
         else:
             dv, dk = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending))
             mbarrier.arrive(do_empty.index(0))
@@ -206,7 +206,7 @@ def run(
 @gluon.jit
 def consume(
     C: gl.constexpr, given, shared, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    SOFTCAP: gl.constexpr, SHORT_DOCS: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
     DQ: gl.constexpr,
 ):
     """Half of the columns of dK and dV of 64 keys, and of dQ."""
@@ -239,7 +239,7 @@ def consume(
             )
             dk, dv, n = run(
                 dk, dv, n, begin, edge, whole, end, last, q_len, tiles_ptr, tile, j0, shared, scale,
-                softcap, C, BLOCK_M, SOFTCAP, GUARD, DQ,
+                softcap, C, BLOCK_M, SOFTCAP, SHORT_DOCS, DQ,
             )
     own, d_left, dv_left = ds_smem.index(C), d - C * DH, dv_width - C * DVH
     put(dk_ptr + C * DH, dk * scale, own, 0, columns, d_left, dk_row, FRESH, EVEN)
@@ -252,7 +252,7 @@ def backward_wide_kernel(
     tiles_ptr, scale, softcap, heads, group, count, section, parts, d, dv, dk_batch, dk_row,
     dk_head, dv_batch, dv_row, dv_head,
     BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    SOFTCAP: gl.constexpr, SHORT_DOCS: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
     DQ: gl.constexpr,
 ):
     """Gradients that 64 keys of one KV head have a part in: all query heads, all tiles.
@@ -276,7 +276,7 @@ def backward_wide_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, PIECE], dq_layout)
     kv_full, ready = barriers(1, 1), barriers(1, 1)
-    MORE: gl.constexpr = 1 if GUARD else 0
+    MORE: gl.constexpr = 1 if SHORT_DOCS else 0
     q_full, q_empty = barriers(STAGES + MORE, 1), barriers(STAGES, 2)
     do_full, do_empty = barriers(1 + MORE, 1), barriers(1, 2)
     dq_full, dq_empty = barriers(1, 2), barriers(1, 1)
@@ -305,9 +305,9 @@ def backward_wide_kernel(
     )
     gl.warp_specialize(
         [
-            (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-            (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, GUARD, EVEN, FRESH, DQ)),
-            (produce, (loads, BLOCK_M, STAGES, D // 2, GUARD, DQ)),
+            (consume, (0, given, shared, BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ)),
+            (consume, (1, given, shared, BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ)),
+            (produce, (loads, BLOCK_M, STAGES, D // 2, SHORT_DOCS, DQ)),
         ],
         [4, 4], [240, 24],
     )

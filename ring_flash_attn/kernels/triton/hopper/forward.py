@@ -20,9 +20,9 @@ There is a program for each multiprocessor, which does one piece of work after t
 producer takes the next one from a counter in memory, tells the consumers, and loads it while they
 are still busy with the one before. So nobody waits for a program to start, the longest pieces come
 first, and of one that starts late, because something else runs on its multiprocessor, the others do
-all; where nothing else is to be expected, because there is but one launch (ALONE), all but its
-first piece, which it need not ask for. Where a state is carried, the producer also has the cache
-fetch the one that the next piece goes on from.
+all; where nothing else is to be expected, because there is but one launch (SINGLE_LAUNCH), all but
+its first piece, which it need not ask for. Where a state is carried, the producer also has the
+cache fetch the one that the next piece goes on from.
 
 Of a piece with at most 64 queries consumer 1 has none. Where many are like that (HALVES), it does
 no more for them than keep step.
@@ -37,7 +37,7 @@ no more for them than keep step.
     turn of c       the other one     it has handed over its products, has them, or has none
 
 To make one takes some 70 clocks, and nothing is loaded before all are made: where there is no state
-to load sooner (ALONE), item_full and q_full are the same.
+to load sooner (SINGLE_LAUNCH), item_full and q_full are the same.
 
 Registers: the producer keeps 24 a thread, and the consumers have 240. With head dimension 128 a
 consumer's thread needs 64 for the output, 64 for scores and 32 for rounded probabilities.
@@ -63,7 +63,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pieces import (
+from .primitives import (
     ANY_NUMBER,
     LN2,
     LOG2E,
@@ -137,7 +137,8 @@ def fetch_state(state, batch, head, row, rows, DV: gl.constexpr):
 
 @gluon.jit
 def produce(
-    loads, state, BLOCK_N: gl.constexpr, DV: gl.constexpr, GUARD: gl.constexpr, OWN: gl.constexpr
+    loads, state, BLOCK_N: gl.constexpr, DV: gl.constexpr, SHORT_DOCS: gl.constexpr,
+    OWN: gl.constexpr,
 ):
     """Find pieces of work; load their queries, then blocks of keys and values."""
     (
@@ -181,9 +182,9 @@ def produce(
                 await_release(K_EMPTY, k_empty, stage, phase ^ 1, NARROW)
                 load_tile(k_desc, batch, head_k, at, k_full.index(stage), k_smem.index(stage))
                 await_release(V_EMPTY, v_empty, stage, phase ^ 1, NARROW)
-                full = told_by_copy(stage, k_len, v_full, BLOCK_N, GUARD)
+                full = told_by_copy(stage, k_len, v_full, BLOCK_N, SHORT_DOCS)
                 load_tile(v_desc, batch, head_k, at, full, v_smem.index(stage))
-                if GUARD:
+                if SHORT_DOCS:
                     shorts = clear_short(k_len, shorts, stage, v_full, (v_smem.index(stage),))
                 i += 1
             tile += 1
@@ -297,7 +298,7 @@ def run(
 def consume(
     C: gl.constexpr, given, BLOCK_N: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
-    EVEN: gl.constexpr, ALONE: gl.constexpr, HALVES: gl.constexpr,
+    EVEN: gl.constexpr, SINGLE_LAUNCH: gl.constexpr, HALVES: gl.constexpr,
 ):
     """Output and lse of 64 queries of each piece of work."""
     item, item_full = given[8], given[9]
@@ -309,11 +310,15 @@ def consume(
     while told(item.index(n % ITEMS), 0) > 0:
         if HALVES and C == 1:
             if told(item.index(n % ITEMS), 0) > HALF:
-                i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE)
+                i = attend(
+                    C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, SINGLE_LAUNCH
+                )
             else:
                 i = keep_step(C, given, i, n, BLOCK_N, DV)
         else:
-            i = attend(C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE)
+            i = attend(
+                C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, SINGLE_LAUNCH
+            )
         n += 1
         mbarrier.wait(item_full.index(n % ITEMS), (n // ITEMS) & 1)
     if C == 0:
@@ -376,7 +381,7 @@ def out_of(
 def attend(
     C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
-    EVEN: gl.constexpr, ALONE: gl.constexpr,
+    EVEN: gl.constexpr, SINGLE_LAUNCH: gl.constexpr,
 ):
     """Output and lse of 64 queries; n counts pieces of work and i blocks of keys."""
     (
@@ -406,7 +411,7 @@ def attend(
     lse = gl.full([HALF], float("-inf"), gl.float32, s_rows)
     acc = gl.zeros([HALF, DV], gl.float32, o_layout)
     lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
-    if not ALONE:
+    if not SINGLE_LAUNCH:
         is_first = (told(it, 7) & 1) != 0
         out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
         if SINK or not is_first:
@@ -424,7 +429,7 @@ def attend(
     # The first block.
     stage, phase_k = i % STAGES, (i // STAGES) & 1
     q = q_smem.index(here * 2 + C)
-    if not ALONE:
+    if not SINGLE_LAUNCH:
         mbarrier.wait(q_full.index(here), (n // ITEMS) & 1)
     mbarrier.wait(k_full.index(stage), phase_k)
     await_turn(C)
@@ -486,7 +491,7 @@ def attend(
     lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
     lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
     gl.store(lse_ptrs, lse, mask=there_s)
-    if ALONE or (told(it, 7) & LAST) != 0:
+    if SINGLE_LAUNCH or (told(it, 7) & LAST) != 0:
         result_ptr = begin_of(it, result_ptr, r_batch, r_row, r_head)
         write(result_ptr, acc, q, C, told(it, 0), dv, r_row, EVEN)
         fence_async_shared()  # bulk copies come next to where it was
@@ -504,7 +509,7 @@ def forward_kernel(
     l_row, r_batch, r_row, r_head,
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     ITEMS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr,
-    RESULT: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, ALONE: gl.constexpr,
+    RESULT: gl.constexpr, SHORT_DOCS: gl.constexpr, EVEN: gl.constexpr, SINGLE_LAUNCH: gl.constexpr,
     HALVES: gl.constexpr,
 ):
     """Output and lse of blocks of queries, one after the other: all tiles of their span."""
@@ -517,12 +522,12 @@ def forward_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_layout)
     item = gl.allocate_shared_memory(gl.int32, [ITEMS, 16], flat)
-    q_full, item_empty = barriers(ITEMS, 2 if ALONE else 1), barriers(ITEMS, 2)
-    if ALONE:
+    q_full, item_empty = barriers(ITEMS, 2 if SINGLE_LAUNCH else 1), barriers(ITEMS, 2)
+    if SINGLE_LAUNCH:
         item_full = q_full
     else:
         item_full = barriers(ITEMS, 1)
-    k_full, v_full = barriers(STAGES, 1), barriers(STAGES + 1 if GUARD else STAGES, 1)
+    k_full, v_full = barriers(STAGES, 1), barriers(STAGES + 1 if SHORT_DOCS else STAGES, 1)
     declare_vote()
     if DV <= HALF:
         gl.static_assert(STAGES <= V_EMPTY - K_EMPTY)
@@ -544,12 +549,16 @@ def forward_kernel(
         section, pairs,
     )
     state = out_ptr, lse_ptr, dv, o_batch, o_row, o_head, l_batch, l_head, l_row
-    LOADERS: gl.constexpr = 4 if GUARD else 1  # one warp loads faster, four clear faster
+    LOADERS: gl.constexpr = 4 if SHORT_DOCS else 1  # one warp loads faster, four clear faster
     gl.warp_specialize(
         [
-            (consume, (0, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE, HALVES)),
-            (consume, (1, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, ALONE, HALVES)),
-            (produce, (loads, state, BLOCK_N, DV, GUARD, ALONE)),
+            (consume, (
+                0, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, SINGLE_LAUNCH, HALVES,
+            )),
+            (consume, (
+                1, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, SINGLE_LAUNCH, HALVES,
+            )),
+            (produce, (loads, state, BLOCK_N, DV, SHORT_DOCS, SINGLE_LAUNCH)),
         ],
         [4, LOADERS], [240, 24],
     )

@@ -150,10 +150,10 @@ def forward(
             "SOFTCAP": call.softcap > 0,
             "SINK": call.sink,
             "RESULT": result is not out,
-            "GUARD": work.short,
+            "SHORT_DOCS": work.short,
             "EVEN": dv == call.headdim_v,
             "HALVES": work.halves,
-            "ALONE": alone,  # else there are transfers, which may run on some multiprocessors
+            "SINGLE_LAUNCH": alone,  # else transfers may run on some multiprocessors
         },
         counter(q.device),
     )
@@ -212,7 +212,7 @@ def ordered_backward(
             "DV": dv,
             "STAGES": sizes.stages,
             "SOFTCAP": call.softcap > 0,
-            "GUARD": work.short,
+            "SHORT_DOCS": work.short,
             "EVEN": d == call.headdim,
             "FRESH": grads.fresh_q,
         },
@@ -268,7 +268,7 @@ def _by_keys(
             "DV": dv,
             "STAGES": sizes.stages,
             "SOFTCAP": call.softcap > 0,
-            "GUARD": work.short,
+            "SHORT_DOCS": work.short,
             "EVEN": d == call.headdim and dv == call.headdim_v,
             "FRESH": grads.fresh_k or parts > 1,
             "DQ": dq is not None,

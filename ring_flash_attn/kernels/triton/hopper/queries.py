@@ -16,7 +16,7 @@ see, as in `forward.py`; dK and dV come from the kernels that own keys.
 
 from .forward import HALF, inside, masked, span_of
 from .gluon import gl, gluon, load_tile, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from .pieces import (
+from .primitives import (
     ANY_NUMBER,
     barriers,
     clear_short,
@@ -30,7 +30,7 @@ from .pieces import (
 
 
 @gluon.jit
-def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GUARD: gl.constexpr):
+def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SHORT_DOCS: gl.constexpr):
     """Load queries and dout, then blocks of keys and values."""
     (
         q_desc, do_desc, k_desc, v_desc, tiles_ptr, q_smem, do_smem, k_smem, v_smem, q_full, full,
@@ -47,11 +47,11 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GUARD: gl.conste
             at = k_row + inside(j, k_len, BLOCK_N)
             stage, phase = n % STAGES, (n // STAGES) & 1
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            there = told_by_copy(stage, k_len, full, BLOCK_N, GUARD)
+            there = told_by_copy(stage, k_len, full, BLOCK_N, SHORT_DOCS)
             mbarrier.expect(there, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
             load_tile(k_desc, batch, head_k, at, there, k_smem.index(stage), False)
             load_tile(v_desc, batch, head_k, at, there, v_smem.index(stage), False)
-            if GUARD:
+            if SHORT_DOCS:
                 both = k_smem.index(stage), v_smem.index(stage)
                 shorts = clear_short(k_len, shorts, stage, full, both)
             n += 1
@@ -114,7 +114,7 @@ def queries_kernel(
     softcap, nheads, group, count, section, d, l_batch, l_head, l_row, e_batch, e_head, e_row,
     dq_batch, dq_row, dq_head,
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-    SOFTCAP: gl.constexpr, GUARD: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
+    SOFTCAP: gl.constexpr, SHORT_DOCS: gl.constexpr, EVEN: gl.constexpr, FRESH: gl.constexpr,
 ):
     """dQ of 128 queries of one head: all tiles of the span."""
     dtype: gl.constexpr = q_desc.dtype
@@ -127,7 +127,7 @@ def queries_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DV], v_layout)
     q_full, empty = barriers(2, 1), barriers(STAGES, 2)
-    full = barriers(STAGES + 1 if GUARD else STAGES, 1)
+    full = barriers(STAGES + 1 if SHORT_DOCS else STAGES, 1)
 
     block, pair = place(gl.program_id(0), gl.num_programs(0) // count, count, section)
     entry = blocks_ptr + block * 16
@@ -150,7 +150,7 @@ def queries_kernel(
         [
             (consume, (0, given, BLOCK_N, D, SOFTCAP, EVEN, FRESH)),
             (consume, (1, given, BLOCK_N, D, SOFTCAP, EVEN, FRESH)),
-            (produce, (loads, BLOCK_N, STAGES, GUARD)),
+            (produce, (loads, BLOCK_N, STAGES, SHORT_DOCS)),
         ],
         [4, 4], [240, 24],
     )

@@ -142,12 +142,12 @@ def probabilities(s, lse, scale, softcap, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def score_gradients(p, dp, delta, tanh, SOFTCAP: gl.constexpr, GUARD: gl.constexpr):
-    """ds. With GUARD, delta of what is not seen may be anything."""
+def score_gradients(p, dp, delta, tanh, SOFTCAP: gl.constexpr, SHORT_DOCS: gl.constexpr):
+    """ds. With SHORT_DOCS, delta of what is not seen may be anything."""
     ds = p * (dp - delta)
     if SOFTCAP:
         ds = ds * (1.0 - tanh * tanh)
-    if GUARD:
+    if SHORT_DOCS:
         ds = gl.where(p != 0, ds, 0.0)
     return ds
 
@@ -213,13 +213,13 @@ def in_band(x, other, row, low, high, begin, end, at, EIGHTS: gl.constexpr = Fal
 
 
 @gluon.jit
-def told_by_copy(stage, rows, full, ROWS: gl.constexpr, GUARD: gl.constexpr):
-    """The barrier that a bulk copy of a block tells; with GUARD there is one more, the last.
+def told_by_copy(stage, rows, full, ROWS: gl.constexpr, SHORT_DOCS: gl.constexpr):
+    """The barrier that a bulk copy of a block tells; with SHORT_DOCS there is one more, the last.
 
     That one, if fewer rows than a block has belong to its document: what lies behind them may be
     anything, 0 · NaN is NaN, and consumers are to see zeros. Then `clear_short` has to follow.
     """
-    if GUARD:
+    if SHORT_DOCS:
         return full.index(full.shape[0] - 1 if rows < ROWS else stage)
     else:
         return full.index(stage)
