@@ -13,7 +13,7 @@ from samples import Results, Sample, make_sample
 from torch import Tensor
 
 from ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
-from ring_flash_attn.verify.catalogue import all_functions
+from ring_flash_attn.bench.functions import all_functions
 from ring_flash_attn.verify.cut import cut
 
 # name without prefix → (family, form)

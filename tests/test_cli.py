@@ -18,6 +18,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FUNCTIONS
+from ring_flash_attn.bench.functions import function_names
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
@@ -27,7 +28,7 @@ from ring_flash_attn.kernels.base import kernel_names
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.verify import check
-from ring_flash_attn.verify.catalogue import Choice, VerifyCall, function_names, make_calls
+from ring_flash_attn.verify.catalogue import Choice, VerifyCall, make_calls
 from ring_flash_attn.verify.cut import cut, cut_names
 from ring_flash_attn.verify.expected import Expected, dropout_seed, expected
 from ring_flash_attn.verify.report import precision_lines

@@ -58,7 +58,7 @@ class PublicFunction:
 
 def function_names(prefixes: bool = False) -> list[str]:
     """Public functions; with `prefixes`, also those that fix their kernel."""
-    return [each.name for each in _functions() if prefixes or not each.prefix]
+    return [each.name for each in all_functions() if prefixes or not each.prefix]
 
 
 def find_functions(names: Sequence[str]) -> list[PublicFunction]:
@@ -78,10 +78,11 @@ def find_functions(names: Sequence[str]) -> list[PublicFunction]:
         if not found:
             raise ValueError(f"no function {name!r}; choose from {', '.join(function_names())}")
         wanted.update(found)
-    return [each for each in _functions() if each.name in wanted]
+    return [each for each in all_functions() if each.name in wanted]
 
 
-def _functions() -> Iterator[PublicFunction]:
+def all_functions() -> Iterator[PublicFunction]:
+    """Every public function; those that fix their kernel last."""
     from ..api.families import FAMILIES, PREFIXES  # which import torch
 
     for prefix in ("", *PREFIXES):

@@ -17,7 +17,7 @@ from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
 from ..plan import routes as _routes  # registers them
 from ..plan.build import route_names
 from ..plan.layout import layout_names
-from ..verify.questions import FEATURES
+from ..verify.catalogue import FEATURES
 from .groups import BACKENDS
 
 del _routes

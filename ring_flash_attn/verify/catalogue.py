@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..bench.functions import PublicFunction, find_functions
 from ..bench.workload import Placement, Workload
 from ..kernels.base import AUTO
-from ..plan.build import route_names
 from ..plan.layout import FLAT_PREFIX, layout_names
 from .cut import cut_names
-
-if TYPE_CHECKING:
-    from ..api.families import Family
 
 FEATURES = {
     "causal": "queries see no later keys; two query heads share a KV head",
@@ -73,30 +69,6 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A public function: its family, how q, k and v come, and the kernel that its name fixes."""
-
-    family: Family
-    form: str
-    prefix: str = ""
-
-    @property
-    def name(self) -> str:
-        """As in the API."""
-        return "_".join(part for part in (self.prefix, self.family.name, self.form) if part)
-
-    @property
-    def signature(self) -> str:
-        """Name of its list of arguments in `signatures.py`."""
-        return self.family.signature.__name__
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether it needs a group."""
-        return bool(self.family.layout) or self.signature == "anything"
-
-
-@dataclass(frozen=True, slots=True)
 class VerifyCall:
     """One call of a public function, over all ranks.
 
@@ -130,10 +102,11 @@ def make_calls(choice: Choice) -> list[VerifyCall]:
             raise ValueError(f"verify cannot cut layout {layout!r} yet: teach verify/cut.py")
     calls = [
         call
-        for named in chosen_functions(choice)
-        for layout, route in points(named.family, choice)
-        for kernel in ((named.prefix,) if named.prefix else choice.kernels)
-        for call in _calls(named, layout, route, kernel, choice)
+        for function in find_functions(choice.names)
+        if not (choice.virtual and _is_twin(function))
+        for layout, route in function.points(choice.layouts, choice.routes)
+        for kernel in ((function.prefix,) if function.prefix else choice.kernels)
+        for call in _calls(function, layout, route, kernel, choice)
     ]
     if not calls:
         raise ValueError("no function goes with these of --layout, --route and --feature")
@@ -145,68 +118,27 @@ def make_calls(choice: Choice) -> list[VerifyCall]:
     )
 
 
-def all_functions() -> Iterator[Named]:
-    """Every public function; those that fix their kernel last."""
-    from ..api.families import FAMILIES, PREFIXES  # which need torch
-
-    for prefix in ("", *PREFIXES):
-        for family in FAMILIES:
-            for form in family.forms:
-                yield Named(family, form, prefix)
-
-
-def function_names(prefixes: bool = False) -> list[str]:
-    """Public functions; with `prefixes`, also those that fix their kernel."""
-    return [named.name for named in all_functions() if prefixes or not named.prefix]
-
-
-def chosen_functions(choice: Choice) -> Iterator[Named]:
-    """The functions that the names mean: exact names, patterns, or parts of names."""
-    everything = function_names(prefixes=True)
-    wanted: set[str] = set() if choice.names else set(function_names())
-    for name in choice.names:
-        if name in everything:
-            found = [name]
-        elif any(sign in name for sign in "*?["):
-            found = [each for each in everything if fnmatch(each, name)]
-        else:
-            found = [each for each in function_names() if name in each]
-        if not found:
-            raise ValueError(f"no function {name!r}; choose from {', '.join(function_names())}")
-        wanted.update(found)
-    for named in all_functions():
-        # Virtual ranks get layout and route, whatever the form in which tensors come.
-        packed = named.form in ("kvpacked_func", "qkvpacked_func")
-        twin = choice.virtual and named.family.layout and packed
-        if named.name in wanted and not twin:
-            yield named
-
-
-def points(family: Family, choice: Choice) -> list[tuple[str, str]]:
-    """The (layout, route) at which a family is to be checked."""
-    if family.signature.__name__ == "anything":
-        layouts, routes = choice.layouts or layout_names(), choice.routes or route_names()
-        return [(layout, route) for layout in layouts for route in routes]
-    unwanted = (choice.layouts and family.layout not in choice.layouts) or (
-        choice.routes and family.route not in choice.routes
-    )
-    return [] if unwanted else [(family.layout, family.route)]
+def _is_twin(function: PublicFunction) -> bool:
+    """Virtual ranks get layout and route, whatever the form in which tensors come."""
+    return bool(function.family.layout) and function.form in ("kvpacked_func", "qkvpacked_func")
 
 
 def _calls(
-    named: Named, layout: str, route: str, kernel: str, choice: Choice
+    function: PublicFunction, layout: str, route: str, kernel: str, choice: Choice
 ) -> Iterator[VerifyCall]:
-    form, signature = named.form, named.signature
+    form, signature = function.form, function.signature
     stride = 1 if signature in ("gathered_documents", "llama3") else None
     placement = Placement(choice.world_size, layout, route, kernel, stride)
     for feature in choice.features or FEATURES:
         if not _possible(signature, form, feature, bool(choice.features)):
             continue
-        for packed in _packings(named, layout, feature):
-            workload = _workload(named, feature, packed, choice)
+        for packed in _packings(function, layout, feature):
+            workload = _workload(function, feature, packed, choice)
             for dtype in _dtypes(choice, form, feature):
                 own = replace(workload, dtype=dtype)
-                yield VerifyCall(named.name, form, signature, feature, own, placement, choice.seed)
+                yield VerifyCall(
+                    function.name, form, signature, feature, own, placement, choice.seed
+                )
 
 
 def _possible(signature: str, form: str, feature: str, explicit: bool) -> bool:
@@ -221,10 +153,10 @@ def _possible(signature: str, form: str, feature: str, explicit: bool) -> bool:
     return explicit or form in ("func", "") or feature in _FORMS_OF_ALL
 
 
-def _packings(named: Named, layout: str, feature: str) -> tuple[bool, ...]:
+def _packings(function: PublicFunction, layout: str, feature: str) -> tuple[bool, ...]:
     """Packed documents, a batch, or both."""
-    if named.signature != "anything":
-        return (named.family.packed,)
+    if function.signature != "anything":
+        return (function.family.packed,)
     both = feature in _FORMS_OF_ALL and not layout.startswith(FLAT_PREFIX)
     return (False, True) if both else (True,)
 
@@ -236,10 +168,10 @@ def _dtypes(choice: Choice, form: str, feature: str) -> tuple[str, ...]:
     return _DTYPES[choice.device] if few else _DTYPES[choice.device][:1]
 
 
-def _workload(named: Named, feature: str, packed: bool, choice: Choice) -> Workload:
+def _workload(function: PublicFunction, feature: str, packed: bool, choice: Choice) -> Workload:
     """For a function and a feature, in any dtype."""
     base = choice.workload
-    lengths = _lengths(named.signature, feature, packed, base.seqlen, choice.world_size)
+    lengths = _lengths(function.signature, feature, packed, base.seqlen, choice.world_size)
     changes: dict[str, Any] = {"seqlen": sum(lengths)}
     if packed:
         changes = {"batch": 1, "cu_seqlens": tuple(accumulate(lengths, initial=0))}
@@ -248,7 +180,7 @@ def _workload(named: Named, feature: str, packed: bool, choice: Choice) -> Workl
         changes["seqlen_k"] = sum(keys)
         if packed:
             changes["cu_seqlens_k"] = tuple(accumulate(keys, initial=0))
-    if named.form.startswith("qkv"):
+    if function.form.startswith("qkv"):
         changes["nheads_k"] = base.nheads
     return replace(base, **changes, **_changes(feature, base))
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..bench.functions import function_names
 from ..bench.machine import (
     command,
     devices,
@@ -28,7 +29,7 @@ from ..bench.results import BOTH, VERIFY, Results, Row
 from ..bench.workload import SHORT_DTYPES
 from ..plan.build import route_names
 from ..plan.layout import layout_names
-from .catalogue import Choice, function_names
+from .catalogue import Choice
 from .check import Result, Status
 from .expected import ACCEPTED_GRADIENT, ACCEPTED_OUTPUT, OUTPUTS, Error, accepted_error
 
