@@ -227,7 +227,7 @@ def facts(**changes: Any) -> Facts:
         "machine": {"device": "a GPU"},
         "versions": {"torch": "2.11"},
         "repeats": 5,
-        "peak": Peak(10.0, 100.0),
+        "peak": Peak(10.0, 100.0, SMALL.dtype),
         "timed": (timed(1.0, 0.5),),
         "activity": Activity(True, 3, kernels, (), 8.0, 16.0, {"7": 8.0}),
         "overlap": None,

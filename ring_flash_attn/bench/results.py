@@ -122,6 +122,17 @@ class Results:
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )
 
+    @property
+    def device(self) -> str:
+        """Where it was measured, in words."""
+        return str(self.machine.get("device") or "unknown device")
+
+    @property
+    def peak(self) -> Mapping[str, Any]:
+        """What the device does at best; empty if nobody measured it."""
+        found = self.machine.get("peak")
+        return found if isinstance(found, Mapping) else {}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -154,18 +165,28 @@ class Results:
             raise ValueError(f"damaged: {error}") from None
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, which has no NaN and no infinity: those become words."""
-        text = json.dumps(_plain(self.to_dict()), indent=1, allow_nan=False)
+        """Write it as JSON."""
+        text = json.dumps(plain_json(self.to_dict()), indent=1, allow_nan=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
+    """What JSON can hold: it has no NaN and no infinity, which become words."""
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: plain_json(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain_json(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number(value: Any) -> float | None:
+    """A finite number of a file, or None: NaN and infinity are words there."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if math.isfinite(found) else None
 
 
 def load(path: Path) -> Results:

@@ -7,32 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..bench.link import LINKS, NONE
 from ..bench.results import check_output
-from ..kernels.base import AUTO, NATIVE, kernel_names
-from ..plan import routes as _routes  # registers them
-from ..plan.build import route_names
-from ..plan.layout import layout_names
-from .measuring import ON_CPU, Device, JsonFile, NoGrad, Repeats, repeats_on, write
-from .screen import screen, status
-from .workloads import (
-    Batch,
-    Causal,
-    Dtype,
-    Headdim,
-    Nheads,
-    NheadsK,
-    Preset,
-    Seqlen,
-    Window,
-    make_workloads,
-    without_gradients,
-)
+from ..kernels.base import AUTO
+from . import options as o
+from .console import ON_CPU, repeats_on, screen, status, write
+from .workloads import make_workloads, without_gradients
 
 if TYPE_CHECKING:
     from ..bench.workload import Workload
-
-del _routes
 
 
 def profile(
@@ -42,38 +24,29 @@ def profile(
     force: Annotated[
         bool, typer.Option("--force", help="Replace an earlier profile in the folder.")
     ] = False,
-    batch: Batch = None,
-    seqlen: Seqlen = None,
-    nheads: Nheads = None,
-    nheads_k: NheadsK = None,
-    headdim: Headdim = None,
-    causal: Causal = None,
-    window: Window = None,
-    dtype: Dtype = None,
-    preset: Preset = None,
-    kernel: Annotated[
-        str, typer.Option(help=f"One of {', '.join((AUTO, NATIVE, *kernel_names()))}.")
-    ] = AUTO,
+    batch: o.Batch = None,
+    seqlen: o.Seqlen = None,
+    nheads: o.Nheads = None,
+    nheads_k: o.NheadsK = None,
+    headdim: o.Headdim = None,
+    causal: o.Causal = None,
+    window: o.Window = None,
+    dtype: o.Dtype = None,
+    preset: o.Preset = None,
+    kernel: o.Kernel = AUTO,
     world_size: Annotated[
         int, typer.Option(min=1, help="More than 1: a rank of so many, replayed on this device.")
     ] = 1,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Which rank; by default the one with most to do.")
     ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help=f"Of ranks: {', '.join(layout_names())}; default zigzag.")
-    ] = None,
-    route: Annotated[
-        str | None, typer.Option(help=f"Of ranks: {', '.join(route_names())}; default ring.")
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(help=f"Emulated: {', '.join(LINKS)}; default {NONE}: communication removed."),
-    ] = None,
-    repeats: Repeats = None,
-    no_grad: NoGrad = False,
-    device: Device = None,
-    json_file: JsonFile = None,
+    layout: o.RankLayout = None,
+    route: o.RankRoute = None,
+    link: o.LinkName = None,
+    repeats: o.Repeats = None,
+    no_grad: o.NoGrad = False,
+    device: o.Device = None,
+    json_file: o.JsonFile = None,
 ) -> None:
     """Find out what is slow and why; the folder's SUMMARY.md is where to begin.
 

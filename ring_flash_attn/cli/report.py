@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from ..bench.results import check_output
-from .screen import screen, status
+from . import options as o
+from .console import screen, status
 
 
 def report(
@@ -18,9 +19,7 @@ def report(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Of the page.")] = "ring_flash_attn: results",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the page's data to this file.")
-    ] = None,
+    json_file: o.JsonFile = None,
 ) -> None:
     """Make one HTML page of files of results: charts, filters, schedules, and the table.
 

@@ -41,11 +41,11 @@ def verdicts(facts: Facts) -> list[Verdict]:
 
 
 def _verdicts(facts: Facts) -> Iterator[Verdict]:
-    device, dtype = str(facts.machine["device"]), facts.subject.workload.dtype
+    device = str(facts.machine["device"])
     for timed in facts.timed:
         if facts.peak is not None:
             tflops = timed.roofline.tflops
-            yield rate_verdict(passes_name(timed.passes), tflops, device, dtype, facts.peak)
+            yield rate_verdict(passes_name(timed.passes), tflops, device, facts.peak)
     busy = 100 * facts.main.ms / max(facts.main.ms, facts.main.host_ms)
     advice = "larger calls, CUDA graphs, or torch.compile around the model"
     yield judge("GPU busy, in calls one after the other", busy, *_BUSY, " %", advice)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..implementations import implementation_names
-from ..machine import Peak, commit, machine, measure_peak, peak_dict, versions
+from ..machine import Peak, commit, machine, measure_peak, versions
 from ..measure import measure
 from ..results import BENCH, COMPARE, REPLAY, Results, Row
 from ..timing import WARM_UP, Stopwatch, interleaved, on_device, peak_bytes
@@ -57,9 +57,7 @@ def profile(subject: Subject, context: Context) -> Facts:
     with on_device(device):
         report("measuring the peak")
         peak = measure_peak(device, subject.workload.dtype)
-        where = machine(device)
-        if peak is not None:
-            where["peak"] = peak_dict(peak, subject.workload.dtype)
+        where = machine(device, peak)
         files = [*_write_machine(where, context.folder)]
         timed = _time(subject, peak, context)
         activity, recorded = _record(subject, context)
