@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import runpy
 from importlib.metadata import PackageNotFoundError, distribution, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -46,7 +46,7 @@ def info(
         choice: next((name for name in able if name in candidates(choice, call)), None)
         for choice in (AUTO, NATIVE)
     }
-    facts = {"versions": versions(), "devices": devices(), "variables": variables()}
+    facts: dict[str, Any] = {"versions": versions(), "devices": devices(), "variables": variables()}
     shown = {
         name: values if isinstance(values, list) else [f"{a} {b}" for a, b in values.items()]
         for name, values in facts.items()
