@@ -16,7 +16,14 @@ from typer.testing import CliRunner, Result
 from ring_flash_attn.bench.contenders import Kept
 from ring_flash_attn.bench.machine import Peak
 from ring_flash_attn.bench.profile import parts, run
-from ring_flash_attn.bench.profile.activity import (
+from ring_flash_attn.bench.profile.choice import make_subject
+from ring_flash_attn.bench.profile.counters import read_counters
+from ring_flash_attn.bench.profile.facts import BANDWIDTH, COMPUTE, NEITHER, Facts, Roofline, Timed
+from ring_flash_attn.bench.profile.findings import find, short, verdicts
+from ring_flash_attn.bench.profile.parts import PARTS, prepare_folder
+from ring_flash_attn.bench.profile.subject import Subject
+from ring_flash_attn.bench.profile.summary import baseline_lines, comparison_lines, summary
+from ring_flash_attn.bench.profile.trace import (
     Activity,
     Overlap,
     Used,
@@ -26,15 +33,6 @@ from ring_flash_attn.bench.profile.activity import (
     read_trace,
     union,
 )
-from ring_flash_attn.bench.profile.choice import make_subject
-from ring_flash_attn.bench.profile.counters import read_counters
-from ring_flash_attn.bench.profile.facts import Facts, Timed
-from ring_flash_attn.bench.profile.findings import find, short, verdicts
-from ring_flash_attn.bench.profile.parts import PARTS, prepare_folder
-from ring_flash_attn.bench.profile.roofline import BANDWIDTH, COMPUTE, NEITHER, Roofline
-from ring_flash_attn.bench.profile.subject import Subject
-from ring_flash_attn.bench.profile.summary import summary
-from ring_flash_attn.bench.profile.texts import baseline_lines, comparison_lines
 from ring_flash_attn.bench.results import BOTH, FORWARD, REPLAY, Results, Row, load
 from ring_flash_attn.bench.timeline import COMPUTE as COMPUTE_LANE
 from ring_flash_attn.bench.timeline import TRANSFERS, Bar

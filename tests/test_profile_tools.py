@@ -13,16 +13,16 @@ import pytest
 import torch
 from nsight import DETAILS, RAW
 
-from ring_flash_attn.bench.profile import child, tools
+from ring_flash_attn.bench.profile import child, nsight
 from ring_flash_attn.bench.profile.choice import make_subject
-from ring_flash_attn.bench.profile.commands import (
+from ring_flash_attn.bench.profile.counters import read_counters, sections_text
+from ring_flash_attn.bench.profile.nsight import (
     child_command,
     ncu_command,
     ncu_table_command,
     nsys_command,
     nsys_stats_command,
 )
-from ring_flash_attn.bench.profile.counters import read_counters, sections_text
 from ring_flash_attn.bench.profile.subject import Subject
 from ring_flash_attn.bench.results import BOTH
 from ring_flash_attn.bench.workload import Workload
@@ -108,11 +108,11 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def use(tool: str, folder: Path) -> tools.Found:
-    return {"nsys": tools.use_nsys, "ncu": tools.use_ncu}[tool](ON_GPU, folder, lambda line: None)
+def use(tool: str, folder: Path) -> nsight.Found:
+    return {"nsys": nsight.use_nsys, "ncu": nsight.use_ncu}[tool](ON_GPU, folder, lambda line: None)
 
 
-def missing(found: tools.Found) -> dict[str, str | None]:
+def missing(found: nsight.Found) -> dict[str, str | None]:
     return {part.name: part.missing for part in found.parts}
 
 
@@ -179,7 +179,7 @@ def test_a_tool_that_fails_is_quoted(
 def test_a_tool_that_hangs_is_ended_with_what_it_started(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "_SECONDS", 0.3)
+    monkeypatch.setattr(nsight, "_SECONDS", 0.3)
     fake(path, "ncu", "sleep 100 & sleep 100")
     assert (
         missing(use("ncu", tmp_path))["flash_attn_ncu_full.ncu-rep"] == "ncu took more than 0.3 s"

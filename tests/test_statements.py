@@ -17,7 +17,7 @@ import torch
 import typer
 
 from ring_flash_attn import cli, comm
-from ring_flash_attn.bench.profile import tools
+from ring_flash_attn.bench.profile import nsight
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.cli import measuring
 from ring_flash_attn.cli.app import app
@@ -73,7 +73,7 @@ def test_messages_for_troubleshooting_are_ours(
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit):
         cli.main()
-    monkeypatch.setattr(tools.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(nsight.shutil, "which", lambda tool: None)
     subject: Any = SimpleNamespace(device=torch.device("cuda"))
     reasons = [
         reason.split(";")[0]
@@ -84,7 +84,7 @@ def test_messages_for_troubleshooting_are_ours(
         capsys.readouterr().err.strip(),
         page._MISSING,
         measuring.ON_CPU,
-        str(tools._why_not("nsys", "Nsight Systems", subject)),
+        str(nsight._why_not("nsys", "Nsight Systems", subject)),
         raised(kernels.choose_kernel, "triton", plain_call(torch.float64)).splitlines()[0],
         raised(comm.resolve_group, None),
         agreement._NEW_GROUP,

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from ...kernels.base import kernel_names
 from ..results import BOTH
 from ..verdicts import Verdict, judge, machine_verdicts, rate_verdict
-from .facts import Facts
+from .facts import COMPUTE, NEAR, NEITHER, Facts
 from .parts import NCU_COMPUTE
-from .roofline import COMPUTE, NEAR, NEITHER
 
 _IDLE, _SMALL, _HIDDEN = 0.1, 0.15, 0.9  # shares that are worth a word
 _MEASURABLE, _EXPOSED, _FASTER = 0.01, 0.05, 0.95

@@ -17,15 +17,12 @@ from ..measure import measure
 from ..results import BENCH, COMPARE, REPLAY, Results, Row
 from ..timing import WARM_UP, Stopwatch, interleaved, on_device, peak_bytes
 from . import parts
-from .activity import Activity, Overlap, overlap
-from .facts import Facts, Timed
+from .facts import Facts, Roofline, Timed
+from .nsight import use_ncu, use_nsys
 from .parts import PARTS, Part
-from .record import record_memory, record_trace
-from .roofline import Roofline
 from .subject import Subject
-from .summary import summary
-from .texts import baseline_lines, comparison_lines
-from .tools import use_ncu, use_nsys
+from .summary import baseline_lines, comparison_lines, summary
+from .trace import Activity, Overlap, overlap, record_memory, record_trace
 
 Report = Callable[[str], None]
 _MEASURED = {  # files of rows of this kind
