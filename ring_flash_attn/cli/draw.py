@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..bench.results import check_output
 from ..bench.workload import Workload
-from ..draw.schedule import Schedule, make_schedule
+from ..draw.schedule import Schedule
 from ..plan import routes as _routes  # registers them
 from ..plan.layout import get_layout, layout_names
 from ..plan.problem import Problem
@@ -80,7 +80,7 @@ def draw(
         lengths, stride = workload.lengths, heads_k_stride or nheads_k
         rest = (lengths, lengths, world_size, workload.mask, nheads_k, stride, sources)
         schedules = [
-            make_schedule(route, Problem(get_layout(name), *rest), backward) for name in layouts
+            Schedule(route, Problem(get_layout(name), *rest), backward) for name in layouts
         ]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

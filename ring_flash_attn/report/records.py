@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..bench.results import Row
+from ..bench.results import Row, number
 from ..bench.workload import SHORT_DTYPES, Workload
-from .roofline import roof
 from .sources import Source
 
 _WORDS = {
@@ -27,16 +25,15 @@ _MIB = 1 << 20
 def records(sources: Sequence[Source]) -> list[dict[str, Any]]:
     """A record for each row of each file, in order."""
     cases: dict[str, int] = {}
-    return list(_all(sources, cases))
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None: files hold NaN and infinity as words."""
-    try:
-        found = float(value)
-    except (TypeError, ValueError):
-        return None
-    return found if math.isfinite(found) else None
+    found = []
+    for source in sources:
+        for place, row in enumerate(source.results.rows):
+            try:
+                words, numbers = _what(source, row, cases), _numbers(source, row)
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"{source.name}: row {place} is damaged: {error}") from None
+            found.append({**words, **numbers, "row": row.to_dict()})
+    return found
 
 
 def shape(workload: Mapping[str, Any]) -> str:
@@ -57,7 +54,7 @@ def shape(workload: Mapping[str, Any]) -> str:
     return ", ".join([*words, *(f"{name} {workload[name]}" for name in rest)])
 
 
-def way(placement: Mapping[str, Any]) -> str:
+def placement_words(placement: Mapping[str, Any]) -> str:
     """How it was spread, but for the number of ranks and the link: "zigzag × ring".
 
     A function's name says it all, and what it does by default.
@@ -73,16 +70,6 @@ def way(placement: Mapping[str, Any]) -> str:
         if name not in _ELSEWHERE
     ]
     return ", ".join([*([point] if point else []), *rest])
-
-
-def _all(sources: Sequence[Source], cases: dict[str, int]) -> Iterator[dict[str, Any]]:
-    for source in sources:
-        for place, row in enumerate(source.results.rows):
-            try:
-                words, numbers = _what(source, row, cases), _numbers(source, row)
-            except (TypeError, ValueError, AttributeError) as error:
-                raise ValueError(f"{source.name}: row {place} is damaged: {error}") from None
-            yield {**words, **numbers, "row": row.to_dict()}
 
 
 def _what(source: Source, row: Row, cases: dict[str, int]) -> dict[str, Any]:
@@ -102,7 +89,7 @@ def _what(source: Source, row: Row, cases: dict[str, int]) -> dict[str, Any]:
         "feature": workload.get("feature"),
         "layout": placement.get("layout"),
         "route": placement.get("route"),
-        "way": way(placement),
+        "placement": placement_words(placement),
         "link": placement.get("link"),
         "dtype": workload.get("dtype"),
         "case": cases.setdefault(key, len(cases)),
@@ -151,6 +138,22 @@ def _roof(source: Source, row: Row, spread: bool) -> float | None:
         return number(roof(row.workload, row.passes, peak))
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def roof(workload: Mapping[str, Any], passes: str, peak: Mapping[str, Any]) -> float | None:
+    """The roofline: TFLOP/s that cannot be exceeded.
+
+    It follows from the device's measured peaks and what a call must move; None where no peak of
+    this dtype was measured.
+    """
+    if "tflops" not in peak or peak.get("dtype", workload.get("dtype")) != workload.get("dtype"):
+        return None
+    compute = float(peak["tflops"])
+    if "gbps" not in peak:
+        return compute
+    whole = Workload.from_dict(workload)
+    intensity = whole.flops(passes) / whole.bytes(passes)  # FLOPs for a byte
+    return min(compute, intensity * float(peak["gbps"]) / 1e3)
 
 
 def _error_share(row: Row) -> float | None:

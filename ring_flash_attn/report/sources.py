@@ -26,13 +26,12 @@ class Source:
     @property
     def device(self) -> str:
         """Where it was measured, in words."""
-        return str(self.results.machine.get("device") or "unknown device")
+        return self.results.device
 
     @property
     def peak(self) -> Mapping[str, Any]:
         """What the device does at best; empty if nobody measured it."""
-        found = self.results.machine.get("peak")
-        return found if isinstance(found, Mapping) else {}
+        return self.results.peak
 
 
 def read(paths: Sequence[Path]) -> list[Source]:
