@@ -108,11 +108,11 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def use(tool: str, folder: Path) -> nsight.Found:
+def use(tool: str, folder: Path) -> nsight.NsightFiles:
     return {"nsys": nsight.use_nsys, "ncu": nsight.use_ncu}[tool](ON_GPU, folder, lambda line: None)
 
 
-def missing(found: nsight.Found) -> dict[str, str | None]:
+def missing(found: nsight.NsightFiles) -> dict[str, str | None]:
     return {part.name: part.missing for part in found.parts}
 
 

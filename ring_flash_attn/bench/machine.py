@@ -145,10 +145,10 @@ def machine(device: torch.device, peak: Peak | None = None) -> dict[str, object]
 
 
 def _from_nvidia_smi(uuid: str) -> dict[str, object]:
-    """What only the driver's tool tells; nothing where it is not installed or does not answer."""
+    """What only the driver's tool knows; nothing where it is not installed or fails."""
     gpu = f"GPU-{uuid.removeprefix('GPU-')}"
-    answer = _nvidia_smi(gpu, f"--query-gpu={','.join(_QUERIES.values())}")
-    values = [part.strip() for part in answer.strip().split(",")]
+    text = _nvidia_smi(gpu, f"--query-gpu={','.join(_QUERIES.values())}")
+    values = [part.strip() for part in text.strip().split(",")]
     found: dict[str, object] = {
         name: value if name == "driver" else float(value)
         for name, value in zip(_QUERIES, values)
@@ -161,7 +161,7 @@ def _from_nvidia_smi(uuid: str) -> dict[str, object]:
 
 
 def _nvidia_smi(gpu: str, query: str) -> str:
-    """What it answers; nothing where it is not installed or fails."""
+    """What it prints; nothing where it is not installed or fails."""
     command = ["nvidia-smi", f"--id={gpu}", query, "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(

@@ -66,7 +66,7 @@ def measure(
             for each in trials:
                 _prepare(each, inputs, graphs, report)
             able = [each for each in trials if each.failed is None]
-            works = {(each.name, way): each.works[way] for way in passes for each in able}
+            works = {(each.name, name): each.works[name] for name in passes for each in able}
             if works:
                 samples = interleaved(works, Stopwatch(device), repeats, report)
             if errors:
@@ -196,7 +196,7 @@ def _prepare(trial: _Trial, inputs: _Inputs, graphs: bool, report: Report) -> No
 
 
 def _warm_up(trial: _Trial, inputs: _Inputs, graphs: bool) -> None:
-    """Memory of the backward pass is not told apart from that of both."""
+    """Memory of the backward pass includes the forward pass."""
     attention = trial.attention = trial.implementation.make(inputs.workload, inputs.device)
     works = _works(attention, inputs)
     for each in inputs.passes:

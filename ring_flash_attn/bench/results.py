@@ -69,28 +69,13 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what is empty is left out."""
-        values = {
-            "kind": self.kind,
-            "implementation": self.implementation,
-            "passes": self.passes,
-            "workload": dict(self.workload),
-            "placement": dict(self.placement),
-            "samples_ms": list(self.samples_ms),
-            "tflops": self.tflops,
-            "peak_bytes": self.peak_bytes,
-            "values": dict(self.values),
-            "errors": {name: dict(each) for name, each in self.errors.items()},
-            "failed": self.failed,
-            "note": self.note,
-        }
+        values = {**vars(self), "samples_ms": list(self.samples_ms)}
         return {name: each for name, each in values.items() if each not in (None, {}, [])}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
         """What `to_dict` wrote."""
-        given = dict(values)
-        given["samples_ms"] = tuple(given.get("samples_ms", ()))
-        return cls(**given)
+        return cls(**{**values, "samples_ms": tuple(values.get("samples_ms", ()))})
 
 
 def _sorted(values: Mapping[str, Any]) -> str:
@@ -135,18 +120,8 @@ class Results:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "command": self.command,
-            "created": self.created,
-            "machine": dict(self.machine),
-            "versions": dict(self.versions),
-            "commit": self.commit,
-            "settings": dict(self.settings),
-            "rows": [row.to_dict() for row in self.rows],
-            "details": dict(self.details),
-        }
+        rows = [row.to_dict() for row in self.rows]
+        return {"format": FORMAT, "version": VERSION, **vars(self), "rows": rows}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Results:
@@ -157,10 +132,9 @@ class Results:
             raise ValueError(
                 f"version {values.get('version')!r} of the format; this release reads {VERSION}"
             )
-        given = {name: each for name, each in values.items() if name not in ("format", "version")}
+        known = {name: each for name, each in values.items() if name not in ("format", "version")}
         try:
-            rows = tuple(Row.from_dict(row) for row in given.pop("rows"))
-            return cls(rows=rows, **given)
+            return cls(**{**known, "rows": tuple(map(Row.from_dict, known["rows"]))})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"damaged: {error}") from None
 

@@ -101,9 +101,9 @@ def compare(
                 names, left_out = _without_native(names or [], workloads[0], where)
                 versus = None if left_out else NATIVE
         limits = find_limits(gate, min_speed, max_memory, versus or "", where)
-        asked = [*(names or implementation_names()), *([versus] if versus else [])]
+        everyone = [*(names or implementation_names()), *([versus] if versus else [])]
         for each in workloads:
-            found = find_all(asked, each, where)
+            found = find_all(everyone, each, where)
             if limits is not None and versus is not None:
                 _check_gate(found, find_implementation(versus, each, where), each, where)
     except (ValueError, NotImplementedError) as error:
@@ -121,7 +121,7 @@ def compare(
             peak = measure_peak(where, workloads[0].dtype)
             for each in workloads:
                 measured = measure(
-                    asked,
+                    everyone,
                     each,
                     where,
                     kind=COMPARE,

@@ -92,8 +92,7 @@ def profile(
         facts = run_profile(subject, Context(output, repeats_on(where, repeats), typed, report))
     console.print(f"{subject}: {workload}", markup=False)
     for number, finding in enumerate(find(facts), 1):
-        advice = f" Try: {finding.advice}." if finding.advice else ""
-        console.print(f"{number}. {finding.says}{advice}", markup=False)
+        console.print(f"{number}. {finding}", markup=False)
     for verdict in verdicts(facts):
         console.print(str(verdict), markup=False)
     for part in facts.parts:

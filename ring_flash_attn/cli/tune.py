@@ -140,8 +140,8 @@ def _table(choices: Mapping[str, Choice]) -> Table:
     for column in ("ms before", "ms after"):
         table.add_column(column, justify="right")
     for name, choice in choices.items():
-        kept = choice.chosen == choice.default
-        chosen = "the default" if kept else f"[green]{choice.chosen}[/]"
+        same = choice.chosen == choice.default
+        chosen = "the default" if same else f"[green]{choice.chosen}[/]"
         times = (f"{time:.4f}" for time in (choice.before, choice.after))
         table.add_row(name, str(choice.default), chosen, *times)
     return table

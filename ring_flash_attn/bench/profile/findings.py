@@ -27,6 +27,9 @@ class Finding:
     says: str
     advice: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.says} Try: {self.advice}." if self.advice else self.says
+
 
 def find(facts: Facts) -> list[Finding]:
     """All of them, the most important ones first."""

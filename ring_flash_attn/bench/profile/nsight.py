@@ -103,13 +103,13 @@ def run_tool(command: Sequence[str]) -> str:
         )
     except OSError as error:
         raise ToolFailed(f"{command[0]} cannot be run: {error.strerror}") from None
-    text = _heard(process, command[0])
+    text = _output_of(process, command[0])
     if process.returncode:
         raise ToolFailed(f"{command[0]} failed ({process.returncode}): {own_words(text)}")
     return text
 
 
-def _heard(process: subprocess.Popen[str], name: str) -> str:
+def _output_of(process: subprocess.Popen[str], name: str) -> str:
     """What it prints until its end; if we stop before that, so do all processes that it started."""
     try:
         return process.communicate(timeout=_SECONDS)[0]
@@ -132,16 +132,15 @@ def own_words(text: str) -> str:
     """The tool's lines about an error, or its last ones; and what to do about missing rights."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "ERR" in line or "error" in line.lower()]
-    said = " / ".join((errors or lines)[-_LINES:]) or "it said nothing"
-    return f"{said} {_PERMISSION}" if _NO_PERMISSION in text else said
+    words = " / ".join((errors or lines)[-_LINES:]) or "it said nothing"
+    return f"{words} {_PERMISSION}" if _NO_PERMISSION in text else words
 
 
-def _recorded(command: Sequence[str], report: Path) -> str:
+def _record(command: Sequence[str], report: Path) -> None:
     """Run a tool that has to leave a report."""
-    said = run_tool(command)
+    text = run_tool(command)
     if not report.is_file():
-        raise ToolFailed(f"{command[0]} left no report: {own_words(said)}")
-    return said
+        raise ToolFailed(f"{command[0]} left no report: {own_words(text)}")
 
 
 def _why_not(tool: str, name: str, subject: Subject) -> str | None:
@@ -151,55 +150,55 @@ def _why_not(tool: str, name: str, subject: Subject) -> str | None:
 
 
 @dataclass(frozen=True)
-class Found:
+class NsightFiles:
     """What a tool left: files, or why they are missing; and counters."""
 
     parts: tuple[Part, ...]
     counters: tuple[Counters, ...] = ()
 
 
-def use_nsys(subject: Subject, folder: Path, report: Callable[[str], None]) -> Found:
+def use_nsys(subject: Subject, folder: Path, report: Callable[[str], None]) -> NsightFiles:
     """Run Nsight Systems, if it is there."""
     recorded, stats = PARTS[parts.NSYS], PARTS[parts.NSYS_STATS]
     reason = _why_not("nsys", "Nsight Systems", subject)
     if reason is not None:
-        return Found((recorded.without(reason), stats.without(reason)))
+        return NsightFiles((recorded.without(reason), stats.without(reason)))
     report("Nsight Systems")
     try:
-        _recorded(nsys_command(folder, child_command(subject, _NSYS_RUNS)), folder / parts.NSYS)
+        _record(nsys_command(folder, child_command(subject, _NSYS_RUNS)), folder / parts.NSYS)
     except ToolFailed as error:
-        return Found((recorded.without(str(error)), stats.without("there is no report")))
+        return NsightFiles((recorded.without(str(error)), stats.without("there is no report")))
     try:
         text = run_tool(nsys_stats_command(folder))
     except ToolFailed as error:
-        return Found((recorded, stats.without(str(error))))
+        return NsightFiles((recorded, stats.without(str(error))))
     finally:
         (folder / parts.NSYS).with_suffix(".sqlite").unlink(missing_ok=True)
     (folder / parts.NSYS_STATS).write_text(text, encoding="utf-8")
-    return Found((recorded, stats))
+    return NsightFiles((recorded, stats))
 
 
-def use_ncu(subject: Subject, folder: Path, report: Callable[[str], None]) -> Found:
+def use_ncu(subject: Subject, folder: Path, report: Callable[[str], None]) -> NsightFiles:
     """Run Nsight Compute, if it is there."""
     recorded = PARTS[parts.NCU]
     texts = PARTS[parts.NCU_MEMORY], PARTS[parts.NCU_COMPUTE]
     reason = _why_not("ncu", "Nsight Compute", subject)
     if reason is not None:
-        return Found(tuple(part.without(reason) for part in (recorded, *texts)))
+        return NsightFiles(tuple(part.without(reason) for part in (recorded, *texts)))
     report("Nsight Compute, which runs each kernel many times")
     try:
-        _recorded(ncu_command(folder, child_command(subject, _NCU_RUNS)), folder / parts.NCU)
+        _record(ncu_command(folder, child_command(subject, _NCU_RUNS)), folder / parts.NCU)
     except ToolFailed as error:
         missing = [part.without("there is no report") for part in texts]
-        return Found((recorded.without(str(error)), *missing))
+        return NsightFiles((recorded.without(str(error)), *missing))
     try:
         counters = read_counters(run_tool(ncu_table_command(folder, "raw")))
         details = run_tool(ncu_table_command(folder, "details"))
     except (ToolFailed, ValueError) as error:
         missing = [part.without(f"the report cannot be read: {error}") for part in texts]
-        return Found((recorded, *missing))
+        return NsightFiles((recorded, *missing))
     wanted = zip(texts, (_ABOUT_MEMORY, _ABOUT_COMPUTE), strict=True)
-    return Found((recorded, *(_written(p, folder, details, s) for p, s in wanted)), counters)
+    return NsightFiles((recorded, *(_written(p, folder, details, s) for p, s in wanted)), counters)
 
 
 def _written(part: Part, folder: Path, details: str, sections: Sequence[str]) -> Part:

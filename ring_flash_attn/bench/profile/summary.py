@@ -50,8 +50,7 @@ def _head(facts: Facts) -> Iterator[str]:
 def _findings(facts: Facts) -> Iterator[str]:
     yield from ("", "## What is slow, and why", "")
     for number, finding in enumerate(find(facts), 1):
-        advice = f" Try: {finding.advice}." if finding.advice else ""
-        yield f"{number}. {finding.says}{advice}"
+        yield f"{number}. {finding}"
 
 
 def _table(
