@@ -81,7 +81,7 @@ def compare(before: Results, after: Results, limit: float) -> list[Change]:
     Raises:
         ValueError: they have no row in common.
     """
-    old, new = _by_key(before.rows), _by_key(after.rows)
+    old, new = ({row.key: row for row in each.rows} for each in (before, after))
     if not set(old) & set(new):
         raise ValueError("the two files have no row in common: nothing to compare")
     rounds = (_rounds(before), _rounds(after))
@@ -94,10 +94,6 @@ def _rounds(results: Results) -> int | None:
     """In which the runs of a row were made."""
     found = results.settings.get("repeats")
     return found if isinstance(found, int) and found > 0 else None
-
-
-def _by_key(rows: Sequence[Row]) -> dict[tuple[str, ...], Row]:
-    return {row.key: row for row in rows}
 
 
 def _change(

@@ -60,12 +60,12 @@ def profile(
     rfa profile --preset llama3-8b --world-size 8 --layout zigzag --route ring --link nvlink4
     rfa profile --seqlen 128 --device cpu --no-grad
     """
-    from ..bench.machine import command, find_device
+    from ..bench.machine import find_device
     from ..bench.profile.choice import make_subject
     from ..bench.profile.findings import find, verdicts
     from ..bench.profile.parts import SUMMARY, prepare_folder
-    from ..bench.profile.run import Context, results
     from ..bench.profile.run import profile as run_profile
+    from ..bench.profile.run import results
 
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
@@ -87,9 +87,9 @@ def profile(
         prepare_folder(output, force)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
-    console, typed = screen(), command()
+    console, rounds = screen(), repeats_on(where, repeats)
     with status(console, f"profiling {subject}") as report:
-        facts = run_profile(subject, Context(output, repeats_on(where, repeats), typed, report))
+        facts = run_profile(subject, output, rounds, report)
     console.print(f"{subject}: {workload}", markup=False)
     for number, finding in enumerate(find(facts), 1):
         console.print(f"{number}. {finding}", markup=False)
@@ -101,7 +101,7 @@ def profile(
     if facts.on_cpu:
         console.print(ON_CPU, markup=False)
     console.print(f"wrote {output / SUMMARY}: start there", markup=False, soft_wrap=True)
-    write(console, results(facts, typed), json_file)
+    write(console, results(facts), json_file)
 
 
 def _single(workloads: list[Workload]) -> Workload:

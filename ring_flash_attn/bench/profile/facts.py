@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,21 +18,34 @@ NEAR = 0.5  # of a limit: what is nearer to it is bound by it
 COMPUTE, BANDWIDTH, NEITHER = "compute-bound", "bandwidth-bound", "neither"
 
 
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """One pass.
+@dataclass(frozen=True)
+class TimedPass:
+    """One of the subject's passes, and how near it comes to the device's limits (the roofline).
 
     Attributes:
-        ms: how long it takes.
+        passes: which.
+        samples_ms: all runs.
+        host_ms: until everything was queued, median; on the CPU the same as the time.
         flops: what it computes.
         bytes: the least that it has to read and write.
         peak: what the device does at best, measured; None on the CPU, and so are shares of it.
+        peak_bytes: most memory above inputs, outputs and gradients; None on the CPU.
+        exposed_ms: what the link adds to the time without communication; None without a link.
     """
 
-    ms: float
+    passes: str
+    samples_ms: tuple[float, ...]
+    host_ms: float
     flops: float
     bytes: float
     peak: Peak | None
+    peak_bytes: int | None = None
+    exposed_ms: float | None = None
+
+    @property
+    def ms(self) -> float:
+        """Of the median run."""
+        return statistics.median(self.samples_ms)
 
     @property
     def tflops(self) -> float:
@@ -85,36 +99,10 @@ class Roofline:
         return COMPUTE if self.intensity >= self.ridge else BANDWIDTH
 
     def to_dict(self) -> dict[str, float | str | None]:
-        """Plain values."""
+        """Plain values, without the runs."""
         names = ("ms", "flops", "bytes", "tflops", "gbps", "compute_share", "bandwidth_share")
-        more = ("intensity", "ridge", "least_ms", "bound")
+        more = ("intensity", "ridge", "least_ms", "bound", "host_ms", "peak_bytes", "exposed_ms")
         return {name: getattr(self, name) for name in (*names, *more)}
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One of the subject's passes.
-
-    Attributes:
-        passes: which.
-        samples_ms: all runs.
-        host_ms: until everything was queued, median; on the CPU the same as the time.
-        roofline: of the median run.
-        peak_bytes: most memory above inputs, outputs and gradients; None on the CPU.
-        exposed_ms: what the link adds to the time without communication; None without a link.
-    """
-
-    passes: str
-    samples_ms: tuple[float, ...]
-    host_ms: float
-    roofline: Roofline
-    peak_bytes: int | None
-    exposed_ms: float | None = None
-
-    @property
-    def ms(self) -> float:
-        """Of the median run."""
-        return self.roofline.ms
 
 
 @dataclass(frozen=True)
@@ -139,7 +127,7 @@ class Facts:
     versions: Mapping[str, str]
     repeats: int
     peak: Peak | None
-    timed: tuple[Timed, ...]
+    timed: tuple[TimedPass, ...]
     activity: Activity
     overlap: Overlap | None
     baseline: tuple[Row, ...]
@@ -148,7 +136,7 @@ class Facts:
     parts: tuple[Part, ...]
 
     @property
-    def main(self) -> Timed:
+    def main(self) -> TimedPass:
         """The pass that the files are about."""
         return self.timed[-1]
 
@@ -161,18 +149,9 @@ class Facts:
         """Plain values, without the rows."""
         return {
             "subject": self.subject.to_dict(),
-            "passes": {each.passes: _timed(each) for each in self.timed},
+            "passes": {each.passes: each.to_dict() for each in self.timed},
             "activity": asdict(self.activity),
             "overlap": None if self.overlap is None else asdict(self.overlap),
             "counters": [asdict(each) for each in self.counters],
             "files": {part.name: part.missing or "written" for part in self.parts},
         }
-
-
-def _timed(timed: Timed) -> dict[str, Any]:
-    return {
-        **timed.roofline.to_dict(),
-        "host_ms": timed.host_ms,
-        "peak_bytes": timed.peak_bytes,
-        "exposed_ms": timed.exposed_ms,
-    }

@@ -46,7 +46,7 @@ def _verdicts(facts: Facts) -> Iterator[Verdict]:
     device = str(facts.machine["device"])
     for timed in facts.timed:
         if facts.peak is not None:
-            tflops = timed.roofline.tflops
+            tflops = timed.tflops
             yield rate_verdict(passes_name(timed.passes), tflops, device, facts.peak)
     busy = 100 * facts.main.ms / max(facts.main.ms, facts.main.host_ms)
     advice = "larger calls, CUDA graphs, or torch.compile around the model"
@@ -77,7 +77,7 @@ def short(name: str) -> str:
 
 
 def _rate(facts: Facts) -> Iterator[Finding]:
-    roof, peak = facts.main.roofline, facts.peak
+    roof, peak = facts.main, facts.peak
     who = "Forward and backward take" if facts.main.passes == BOTH else "Forward takes"
     says = f"{who} {roof.ms:.3f} ms: {roof.tflops:.4g} TFLOP/s"
     if peak is None or roof.compute_share is None or roof.bandwidth_share is None:
@@ -214,7 +214,7 @@ def _counters(facts: Facts) -> Iterator[Finding]:
 def _memory(facts: Facts) -> Iterator[Finding]:
     size = facts.main.peak_bytes
     if size is not None:
-        inputs = facts.main.roofline.bytes
+        inputs = facts.main.bytes
         yield Finding(
             f"It holds {size / 2**20:.1f} MiB beyond inputs, outputs and gradients, "
             f"{100 * size / inputs:.0f} % of the least that it reads and writes."

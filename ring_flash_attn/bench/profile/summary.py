@@ -8,12 +8,23 @@ from ..cells import ON_CPU, cell, fastest, leanest, mib, run_times, speed_up
 from ..results import Results
 from ..verdicts import POOR
 from .counters import Counters
-from .facts import Facts, Timed
+from .facts import Facts, TimedPass
 from .findings import find, passes_name, short, verdicts
 from .trace import Used
 
 _KERNELS, _RANGES, _STALLS = 12, 12, 3
 _NONE = "–"
+_COUNTERS = {  # columns, by the name in `Counters`
+    "sm_percent": "processors %",
+    "tensor_percent": "tensor cores %",
+    "memory_percent": "memory %",
+    "dram_percent": "DRAM %",
+    "dram_gbps": "DRAM GB/s",
+    "l1_hit_percent": "L1 hits %",
+    "l2_hit_percent": "L2 hits %",
+    "occupancy_percent": "occupancy %",
+    "registers": "registers",
+}
 _WIDTHS = (28, 14, 14, 14)  # of columns of plain lines
 
 
@@ -80,7 +91,7 @@ def _passes(facts: Facts) -> Iterator[str]:
     more = ("FLOP/byte", "bound by", "least ms", "exposed ms", "MiB")
     yield from _table((*head, *more), map(_pass, facts.timed))
     yield ""
-    ridge = facts.main.roofline.ridge
+    ridge = facts.main.ridge
     if facts.peak is not None and ridge is not None:
         yield (
             f"Measured peaks: {facts.peak.tflops:.4g} TFLOP/s (product of large matrices), "
@@ -94,19 +105,18 @@ def _passes(facts: Facts) -> Iterator[str]:
     )
 
 
-def _pass(timed: Timed) -> list[str]:
-    roof = timed.roofline
+def _pass(timed: TimedPass) -> list[str]:
     return [
         passes_name(timed.passes),
-        f"{roof.ms:.3f}",
+        f"{timed.ms:.3f}",
         f"{timed.host_ms:.3f}",
-        f"{roof.tflops:.4g}",
-        _percent(roof.compute_share),
-        f"{roof.gbps:.4g}",
-        _percent(roof.bandwidth_share),
-        f"{roof.intensity:.0f}",
-        roof.bound or _NONE,
-        cell(roof.least_ms, missing=_NONE),
+        f"{timed.tflops:.4g}",
+        _percent(timed.compute_share),
+        f"{timed.gbps:.4g}",
+        _percent(timed.bandwidth_share),
+        f"{timed.intensity:.0f}",
+        timed.bound or _NONE,
+        cell(timed.least_ms, missing=_NONE),
         cell(timed.exposed_ms, missing=_NONE),
         mib(timed.peak_bytes, _NONE),
     ]
@@ -155,26 +165,14 @@ def _counters(facts: Facts) -> Iterator[str]:
     if not facts.counters:
         return
     yield from ("", "## Hardware counters (Nsight Compute)")
-    head = ("kernel", "launches", "ms", "processors %", "tensor cores %", "memory %", "DRAM %")
-    more = ("DRAM GB/s", "L1 hits %", "L2 hits %", "occupancy %", "registers", "waits most for")
-    yield from _table((*head, *more), map(_counter, facts.counters[:_KERNELS]))
+    head = ("kernel", "launches", "ms", *_COUNTERS.values(), "waits most for")
+    yield from _table(head, map(_counter, facts.counters[:_KERNELS]))
 
 
 def _counter(each: Counters) -> list[str]:
-    numbers = (
-        each.sm_percent,
-        each.tensor_percent,
-        each.memory_percent,
-        each.dram_percent,
-        each.dram_gbps,
-        each.l1_hit_percent,
-        each.l2_hit_percent,
-        each.occupancy_percent,
-        each.registers,
-    )
+    values = (cell(getattr(each, name), ".4g", _NONE) for name in _COUNTERS)
     stalls = ", ".join(f"{reason} {warps:.2f}" for reason, warps in each.stalls[:_STALLS])
-    shown = [cell(number, ".4g", _NONE) for number in numbers]
-    return [f"`{short(each.name)}`", str(each.launches), f"{each.ms:.3f}", *shown, stalls or _NONE]
+    return [f"`{short(each.name)}`", str(each.launches), f"{each.ms:.3f}", *values, stalls or _NONE]
 
 
 def _comparison(facts: Facts) -> Iterator[str]:

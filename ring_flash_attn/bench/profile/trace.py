@@ -144,12 +144,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def common(first: Sequence[Interval], second: Sequence[Interval]) -> float:
     """How long two unions have in common."""
-    overlaps = (
-        min(end, other_end) - max(start, other_start)
-        for start, end in first
-        for other_start, other_end in second
-    )
-    return sum(each for each in overlaps if each > 0)
+    return length(first) + length(second) - length(union([*first, *second]))
 
 
 @dataclass(frozen=True, slots=True)
