@@ -232,7 +232,7 @@ def facts(**changes: Any) -> Facts:
         "baseline": (),
         "comparison": (),
         "counters": (),
-        "parts": (PARTS[parts.TRACE], PARTS[parts.NSYS].without("nsys is not installed")),
+        "missing": {parts.NSYS: "nsys is not installed"},
     }
     return Facts(**given | changes)
 

@@ -95,9 +95,8 @@ def profile(
         console.print(f"{number}. {finding}", markup=False)
     for verdict in verdicts(facts):
         console.print(str(verdict), markup=False)
-    for part in facts.parts:
-        if part.missing is not None:
-            console.print(f"no {part.name}: {part.missing}", markup=False)
+    for name, why in facts.missing.items():
+        console.print(f"no {name}: {why}", markup=False)
     if facts.on_cpu:
         console.print(ON_CPU, markup=False)
     console.print(f"wrote {output / SUMMARY}: start there", markup=False, soft_wrap=True)

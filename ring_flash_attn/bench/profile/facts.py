@@ -10,7 +10,7 @@ from typing import Any
 from ..machine import Peak
 from ..results import Row
 from .counters import Counters
-from .parts import Part
+from .parts import PARTS
 from .subject import Subject
 from .trace import Activity, Overlap
 
@@ -119,7 +119,7 @@ class Facts:
         overlap: of a replayed rank with a link.
         baseline, comparison: rows of results.
         counters: of Nsight Compute, longest kernel first.
-        parts: the files.
+        missing: files that could not be written, and why.
     """
 
     subject: Subject
@@ -133,7 +133,7 @@ class Facts:
     baseline: tuple[Row, ...]
     comparison: tuple[Row, ...]
     counters: tuple[Counters, ...]
-    parts: tuple[Part, ...]
+    missing: Mapping[str, str]
 
     @property
     def main(self) -> TimedPass:
@@ -153,5 +153,5 @@ class Facts:
             "activity": asdict(self.activity),
             "overlap": None if self.overlap is None else asdict(self.overlap),
             "counters": [asdict(each) for each in self.counters],
-            "files": {part.name: part.missing or "written" for part in self.parts},
+            "files": {name: self.missing.get(name, "written") for name in PARTS},
         }

@@ -9,27 +9,29 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from . import parts
 from .counters import Counters, read_counters, sections_text
-from .parts import PARTS, Part
 from .subject import Subject
 
+Missing = dict[str, str]  # files, and why they are missing
 _LAUNCHES = 100  # of kernels that Nsight Compute looks at, some ten times each
 _NSYS_RUNS, _NCU_RUNS = 3, 1
 _SECONDS = 900.0
 _LINES = 6  # of a tool's own words
-_ABOUT_MEMORY = ("GPU Speed Of Light", "Memory Workload")
-_ABOUT_COMPUTE = (
-    "GPU Speed Of Light",
-    "Compute Workload",
-    "Warp State",
-    "Scheduler",
-    "Occupancy",
-    "Launch",
-)
+_SECTIONS = {  # of Nsight Compute's report, by file
+    parts.NCU_MEMORY: ("GPU Speed Of Light", "Memory Workload"),
+    parts.NCU_COMPUTE: (
+        "GPU Speed Of Light",
+        "Compute Workload",
+        "Warp State",
+        "Scheduler",
+        "Occupancy",
+        "Launch",
+    ),
+}
+_NO_REPORT = "there is no report"
 _NO_PERMISSION = "ERR_NVGPUCTRPERM"
 _PERMISSION = (
     "The driver lets administrators alone read the counters. Run as root, or let everybody: "
@@ -149,61 +151,48 @@ def _why_not(tool: str, name: str, subject: Subject) -> str | None:
     return None if shutil.which(tool) else f"{tool} ({name}) is not installed or not on PATH"
 
 
-@dataclass(frozen=True)
-class NsightFiles:
-    """What a tool left: files, or why they are missing; and counters."""
-
-    parts: tuple[Part, ...]
-    counters: tuple[Counters, ...] = ()
-
-
-def use_nsys(subject: Subject, folder: Path, report: Callable[[str], None]) -> NsightFiles:
+def use_nsys(subject: Subject, folder: Path, report: Callable[[str], None]) -> Missing:
     """Run Nsight Systems, if it is there."""
-    recorded, stats = PARTS[parts.NSYS], PARTS[parts.NSYS_STATS]
     reason = _why_not("nsys", "Nsight Systems", subject)
     if reason is not None:
-        return NsightFiles((recorded.without(reason), stats.without(reason)))
+        return {parts.NSYS: reason, parts.NSYS_STATS: reason}
     report("Nsight Systems")
     try:
         _record(nsys_command(folder, child_command(subject, _NSYS_RUNS)), folder / parts.NSYS)
     except ToolFailed as error:
-        return NsightFiles((recorded.without(str(error)), stats.without("there is no report")))
+        return {parts.NSYS: str(error), parts.NSYS_STATS: _NO_REPORT}
     try:
         text = run_tool(nsys_stats_command(folder))
     except ToolFailed as error:
-        return NsightFiles((recorded, stats.without(str(error))))
+        return {parts.NSYS_STATS: str(error)}
     finally:
         (folder / parts.NSYS).with_suffix(".sqlite").unlink(missing_ok=True)
     (folder / parts.NSYS_STATS).write_text(text, encoding="utf-8")
-    return NsightFiles((recorded, stats))
+    return {}
 
 
-def use_ncu(subject: Subject, folder: Path, report: Callable[[str], None]) -> NsightFiles:
-    """Run Nsight Compute, if it is there."""
-    recorded = PARTS[parts.NCU]
-    texts = PARTS[parts.NCU_MEMORY], PARTS[parts.NCU_COMPUTE]
+def use_ncu(
+    subject: Subject, folder: Path, report: Callable[[str], None]
+) -> tuple[Missing, tuple[Counters, ...]]:
+    """Run Nsight Compute, if it is there; with the counters of kernels, longest first."""
     reason = _why_not("ncu", "Nsight Compute", subject)
     if reason is not None:
-        return NsightFiles(tuple(part.without(reason) for part in (recorded, *texts)))
+        return dict.fromkeys((parts.NCU, *_SECTIONS), reason), ()
     report("Nsight Compute, which runs each kernel many times")
     try:
         _record(ncu_command(folder, child_command(subject, _NCU_RUNS)), folder / parts.NCU)
     except ToolFailed as error:
-        missing = [part.without("there is no report") for part in texts]
-        return NsightFiles((recorded.without(str(error)), *missing))
+        return {parts.NCU: str(error), **dict.fromkeys(_SECTIONS, _NO_REPORT)}, ()
     try:
         counters = read_counters(run_tool(ncu_table_command(folder, "raw")))
         details = run_tool(ncu_table_command(folder, "details"))
     except (ToolFailed, ValueError) as error:
-        missing = [part.without(f"the report cannot be read: {error}") for part in texts]
-        return NsightFiles((recorded, *missing))
-    wanted = zip(texts, (_ABOUT_MEMORY, _ABOUT_COMPUTE), strict=True)
-    return NsightFiles((recorded, *(_written(p, folder, details, s) for p, s in wanted)), counters)
-
-
-def _written(part: Part, folder: Path, details: str, sections: Sequence[str]) -> Part:
-    text = sections_text(details, sections)
-    if not text:
-        return part.without("ncu's table has none of these sections")
-    (folder / part.name).write_text(text, encoding="utf-8")
-    return part
+        return dict.fromkeys(_SECTIONS, f"the report cannot be read: {error}"), ()
+    missing = {}
+    for name, sections in _SECTIONS.items():
+        text = sections_text(details, sections)
+        if text:
+            (folder / name).write_text(text, encoding="utf-8")
+        else:
+            missing[name] = "ncu's table has none of these sections"
+    return missing, counters

@@ -19,8 +19,7 @@ from ..results import BENCH, COMPARE, REPLAY, Results, Row
 from ..timing import WARM_UP, Stopwatch, interleaved, on_device, peak_bytes
 from . import parts
 from .facts import Facts, TimedPass
-from .nsight import use_ncu, use_nsys
-from .parts import PARTS, Part
+from .nsight import Missing, use_ncu, use_nsys
 from .subject import Subject
 from .summary import baseline_lines, comparison_lines, summary
 from .trace import Activity, Overlap, overlap, record_memory, record_trace
@@ -46,9 +45,9 @@ def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Fac
         report("measuring the peak")
         peak = measure_peak(device, subject.workload.dtype)
         where = machine(device, peak)
-        files = [*_write_machine(where, folder)]
+        _write_machine(where, folder)
         timed = _time(subject, peak, repeats, report)
-        activity, recorded = _record(subject, folder, report)
+        activity, missing = _record(subject, folder, report)
         found_overlap = _overlap(subject, timed[-1], report)
         measured = {}
         for kind, names in ((BENCH, [subject.kernel]), (COMPARE, implementation_names())):
@@ -65,11 +64,8 @@ def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Fac
             _write_measured(_results(where, repeats, measured[kind]), subject, folder)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the tools' processes need room
-        nsys = use_nsys(subject, folder, report)
-        ncu = use_ncu(subject, folder, report)
-    files += [*recorded, *nsys.parts, *ncu.parts]
-    files += [PARTS[name] for names in _MEASURED.values() for name in names]
-    order = list(PARTS)
+        missing |= use_nsys(subject, folder, report)
+        no_ncu, counters = use_ncu(subject, folder, report)
     facts = Facts(
         subject,
         where,
@@ -81,8 +77,8 @@ def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Fac
         found_overlap,
         measured[BENCH],
         measured[COMPARE],
-        ncu.counters,
-        tuple(sorted(files, key=lambda part: order.index(part.name))),
+        counters,
+        missing | no_ncu,
     )
     (folder / parts.SUMMARY).write_text(summary(facts), encoding="utf-8")
     return facts
@@ -152,16 +148,15 @@ def _time(
     return tuple(found)
 
 
-def _record(subject: Subject, folder: Path, report: Report) -> tuple[Activity, tuple[Part, Part]]:
-    work, memory = subject.works()[subject.passes[-1]], PARTS[parts.MEMORY]
+def _record(subject: Subject, folder: Path, report: Report) -> tuple[Activity, Missing]:
+    work = subject.works()[subject.passes[-1]]
     report("a trace")
     activity = record_trace(work, subject.device, folder / parts.TRACE)
-    if subject.device.type == "cuda":
-        report("a history of the memory")
-        record_memory(work, subject.device, folder / parts.MEMORY)
-    else:
-        memory = memory.without("torch records the memory of GPUs; this ran on the CPU")
-    return activity, (PARTS[parts.TRACE], memory)
+    if subject.device.type != "cuda":
+        return activity, {parts.MEMORY: "torch records the memory of GPUs; this ran on the CPU"}
+    report("a history of the memory")
+    record_memory(work, subject.device, folder / parts.MEMORY)
+    return activity, {}
 
 
 def _overlap(subject: Subject, timed: TimedPass, report: Report) -> Overlap | None:
@@ -185,7 +180,7 @@ def _write_measured(results: Results, subject: Subject, folder: Path) -> None:
     text.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _write_machine(where: Mapping[str, object], folder: Path) -> tuple[Part, Part]:
+def _write_machine(where: Mapping[str, object], folder: Path) -> None:
     found = versions()
     text = json.dumps({"machine": where, "versions": found, "commit": commit()}, indent=1)
     (folder / parts.MACHINE).write_text(text + "\n", encoding="utf-8")
@@ -198,4 +193,3 @@ def _write_machine(where: Mapping[str, object], folder: Path) -> tuple[Part, Par
         query = f"nvidia-smi -q says nothing here: {error}"
     all_lines = "\n".join([*lines, "", query])
     (folder / parts.MACHINE_TEXT).write_text(all_lines + "\n", encoding="utf-8")
-    return PARTS[parts.MACHINE], PARTS[parts.MACHINE_TEXT]

@@ -10,6 +10,7 @@ from ..verdicts import POOR
 from .counters import Counters
 from .facts import Facts, TimedPass
 from .findings import find, passes_name, short, verdicts
+from .parts import PARTS
 from .trace import Used
 
 _KERNELS, _RANGES, _STALLS = 12, 12, 3
@@ -194,14 +195,13 @@ def _comparison(facts: Facts) -> Iterator[str]:
 
 def _files(facts: Facts) -> Iterator[str]:
     yield from ("", "## Files")
-    there = [part for part in facts.parts if part.missing is None]
-    rows = ([f"`{part.name}`", part.holds, part.opened] for part in there)
+    there = (name for name in PARTS if name not in facts.missing)
+    rows = ([f"`{name}`", PARTS[name].holds, PARTS[name].opened] for name in there)
     yield from _table(("file", "what is in it", "how to open it"), rows, "---")
-    missing = [part for part in facts.parts if part.missing is not None]
-    if missing:
+    if facts.missing:
         yield from ("", "## What is missing", "")
-        for part in missing:
-            yield f"- `{part.name}` ({part.holds}): {part.missing}."
+        for name, why in facts.missing.items():
+            yield f"- `{name}` ({PARTS[name].holds}): {why}."
 
 
 def _notes(facts: Facts) -> Iterator[str]:
