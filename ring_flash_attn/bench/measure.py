@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..engine.attention import QKV
-from .exact import TENSORS, Exact, exact
+from .exact import TENSORS, errors_of, exact
 from .implementations import Attention, Implementation, find_implementation
 from .results import BACKWARD, BOTH, FORWARD, PASSES, Row
 from .timing import WARM_UP, Prepared, Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
@@ -252,18 +252,19 @@ def _find_errors(trials: Sequence[_Trial], inputs: _Inputs, report: Report) -> N
     for each in trials:
         report(f"comparing {each.name} with fp64")
         try:
-            each.errors = _errors(each, inputs, right)
+            each.errors = errors_of(_tensors(each, inputs), right)
         except Exception as error:  # of any library
             each.note = f"no errors: {_reason(error)}"
 
 
-def _errors(trial: _Trial, inputs: _Inputs, right: Exact) -> dict[str, dict[str, float]]:
+def _tensors(trial: _Trial, inputs: _Inputs) -> dict[str, Tensor]:
+    """out, and the gradients if there are some."""
     assert trial.attention is not None
     out = trial.attention(*inputs.leaves)
     found = {"out": out.detach()}
     if len(inputs.passes) > 1:
         found |= dict(zip(TENSORS[1:], inputs.gradients(out), strict=True))
-    return right.errors(found)
+    return found
 
 
 def _capture(work: Work, stream: torch.cuda.Stream) -> Work:

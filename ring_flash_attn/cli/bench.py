@@ -20,6 +20,7 @@ from .console import (
     repeats_on,
     running,
     screen,
+    usage_errors,
     write,
 )
 from .workloads import differences, make_workloads, without_gradients
@@ -61,13 +62,11 @@ def bench(
 
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
-    try:
+    with usage_errors():
         check_output(json_file)
         where = find_device(device, "a benchmark")
         workloads = make_workloads(preset, numbers, causal, window, dtype)
         names = [_find_able(kernel, each, where) for each in workloads]
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
     console, rounds = screen(), repeats_on(where, repeats)
     grad = not without_gradients(preset, no_grad)
     rows: list[Row] = []

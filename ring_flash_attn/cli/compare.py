@@ -24,6 +24,7 @@ from .console import (
     repeats_on,
     running,
     screen,
+    usage_errors,
     write,
 )
 from .versus import compared, find_limits, print_versus
@@ -90,7 +91,7 @@ def compare(
     left_out = ""
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
-    try:
+    with usage_errors():
         check_output(json_file)
         where = find_device(device, "a comparison")
         check_graphs(graphs, where)
@@ -106,8 +107,6 @@ def compare(
             found = find_all(everyone, each, where)
             if limits is not None and versus is not None:
                 _check_gate(found, find_implementation(versus, each, where), each, where)
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
     console, rounds = screen(), repeats_on(where, repeats)
     grad = not without_gradients(preset, no_grad)
     rows: list[Row] = []

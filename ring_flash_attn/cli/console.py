@@ -28,6 +28,15 @@ _WIDTH = 150  # where there is no terminal
 _REPEATS = {"cuda": 30, "cpu": 5}
 
 
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """What the library refuses in here was typed by the user: exit code 2, and its message."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def repeats_on(device: torch.device, repeats: int | None) -> int:
     """What the user said, or the default."""
     return _REPEATS[device.type] if repeats is None else repeats

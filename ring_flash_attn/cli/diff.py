@@ -15,7 +15,7 @@ from ..bench.cells import cell
 from ..bench.diff import BAD, Change, Move, compare
 from ..bench.results import Results, Row, check_output, load
 from . import options as o
-from .console import make_table, screen, write_json
+from .console import make_table, screen, usage_errors, write_json
 
 _NOISY_CODE = 3
 _STYLES = {
@@ -66,13 +66,11 @@ def diff(
     rfa bench --preset llama3-8b --json after.json
     rfa diff before.json after.json --fail-above 3% --fail-on-noisy
     """
-    try:
+    with usage_errors():
         check_output(json_file)
         limit = _percent(fail_above)
         old, new = load(before), load(after)
         changes = compare(old, new, limit)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     console = screen()
     for line in _differences(old, new):
         console.print(f"[yellow]{escape(line)}[/]")

@@ -16,7 +16,7 @@ from ..plan import routes as _routes  # registers them
 from ..plan.layout import get_layout, layout_names
 from ..plan.problem import Problem
 from . import options as o
-from .console import write_json
+from .console import usage_errors, write_json
 from .groups import check_lengths
 from .workloads import parse_offsets, parse_window
 
@@ -35,9 +35,7 @@ def draw(
     cu_seqlens: o.CuSeqlens = None,
     causal: Annotated[
         bool,
-        typer.Option(
-            "--causal/--full", "--causal/--no-causal", help="Queries see no later keys, or all."
-        ),
+        typer.Option("--causal/--full", " /--no-causal", help="Queries see no later keys, or all."),
     ] = True,
     window: o.Window = None,
     backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
@@ -57,7 +55,7 @@ def draw(
     from ..draw.svg import draw_svg
     from ..draw.terminal import render
 
-    try:
+    with usage_errors():
         for path in (svg, json_file):
             check_output(path)
         sources = sources_per_launch or 1
@@ -82,8 +80,6 @@ def draw(
         schedules = [
             Schedule(route, Problem(get_layout(name), *rest), backward) for name in layouts
         ]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     console = Console(highlight=False)
     write_json(console, [_plain(each) for each in schedules], json_file)
     if svg:

@@ -16,7 +16,7 @@ from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
 from . import options as o
-from .console import write_json
+from .console import usage_errors, write_json
 
 
 def info(
@@ -34,11 +34,9 @@ def info(
     from ..bench.inputs import call_of
     from ..bench.machine import devices, find_device, variables, versions
 
-    try:
+    with usage_errors():
         check_output(json_file)
         where = find_device(device, "a kernel")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     call = call_of(Workload(headdim=headdim, causal=True, dtype=dtype), where)
     reasons = {name: why_not(name, call) for name in candidates(AUTO, call)}
     able = [name for name, why in reasons.items() if not why]

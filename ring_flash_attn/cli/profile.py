@@ -10,7 +10,7 @@ import typer
 from ..bench.results import check_output
 from ..kernels.base import AUTO
 from . import options as o
-from .console import ON_CPU, repeats_on, screen, status, write
+from .console import ON_CPU, repeats_on, screen, status, usage_errors, write
 from .workloads import make_workloads, without_gradients
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def profile(
 
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
-    try:
+    with usage_errors():
         check_output(json_file)
         where = find_device(device, "a profile")
         workload = _single(make_workloads(preset, numbers, causal, window, dtype))
@@ -85,8 +85,6 @@ def profile(
             link=link,
         )
         prepare_folder(output, force)
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
     console, rounds = screen(), repeats_on(where, repeats)
     with status(console, f"profiling {subject}") as report:
         facts = run_profile(subject, output, rounds, report)

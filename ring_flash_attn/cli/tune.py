@@ -13,7 +13,7 @@ from rich.table import Table
 from ..bench.results import check_output
 from ..kernels.base import why_not
 from . import options as o
-from .console import screen, write_json
+from .console import screen, usage_errors, write_json
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Choice
@@ -47,12 +47,10 @@ def tune(
     from ..bench.workload import find_dtype
 
     headdims = headdim or [64, 128]
-    try:
+    with usage_errors():
         _check(headdims, dtype)
         path = _output(output)
         check_output(json_file)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     from ..kernels.triton import config, tuning
 
     device = torch.device("cuda", torch.cuda.current_device())

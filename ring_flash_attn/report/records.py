@@ -133,7 +133,9 @@ def _rate(row: Row, ms: float) -> float | None:
 
 def _roof(source: Source, row: Row, spread: bool) -> float | None:
     """Memory's part counts on one device only: of several, nobody moves all of a call."""
-    peak = {name: each for name, each in source.peak.items() if not (spread and name == "gbps")}
+    peak = dict(source.results.peak)
+    if spread:
+        peak.pop("gbps", None)
     try:
         return number(roof(row.workload, row.passes, peak))
     except (KeyError, TypeError, ValueError):

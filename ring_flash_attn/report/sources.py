@@ -28,11 +28,6 @@ class Source:
         """Where it was measured, in words."""
         return self.results.device
 
-    @property
-    def peak(self) -> Mapping[str, Any]:
-        """What the device does at best; empty if nobody measured it."""
-        return self.results.peak
-
 
 def read(paths: Sequence[Path]) -> list[Source]:
     """Every file once; ValueError that names the one that cannot be read."""
@@ -59,7 +54,7 @@ def header(source: Source) -> dict[str, Any]:
         "commit": None if results.commit is None else str(results.commit),
         "versions": {str(name): str(each) for name, each in results.versions.items()},
         "settings": {str(name): str(each) for name, each in results.settings.items()},
-        "peak": {str(name): each for name, each in source.peak.items()},
+        "peak": {str(name): each for name, each in results.peak.items()},
         "rows": len(results.rows),
     }
 
