@@ -20,9 +20,8 @@ from ring_flash_attn.cli.report import report
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.report.page import json_for_script, make_page, page_data, styles
-from ring_flash_attn.report.records import placement_words, records, roof, shape
+from ring_flash_attn.report.records import Source, placement_words, read, records, roof, shape
 from ring_flash_attn.report.schedules import WORLD_SIZES, scenes
-from ring_flash_attn.report.sources import Source, read
 from ring_flash_attn.report.timelines import timelines
 
 REPOSITORY = Path(__file__).parents[1]

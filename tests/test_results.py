@@ -114,6 +114,11 @@ def test_old_benchmarks_keep_their_numbers() -> None:
         ('{"format": "ring_flash_attn results", "version": 99}', "version 99"),
         ('{"format": "ring_flash_attn results", "version": 1}', "damaged"),
         ('{"format": "ring_flash_attn results", "version": 1, "rows": [{"a": 1}]}', "damaged"),
+        (
+            '{"format": "ring_flash_attn results", "version": 1, "rows": [], "command": "",'
+            '"machine": 3, "versions": {}, "commit": null}',
+            "damaged: 'machine' holds no names, but 3",
+        ),
         ('{"scenario": {}, "ours": {}}', "damaged"),
     ],
 )

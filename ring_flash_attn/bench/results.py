@@ -134,9 +134,24 @@ class Results:
             )
         known = {name: each for name, each in values.items() if name not in ("format", "version")}
         try:
-            return cls(**{**known, "rows": tuple(map(Row.from_dict, known["rows"]))})
+            found = cls(**{**known, "rows": tuple(map(Row.from_dict, known["rows"]))})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"damaged: {error}") from None
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """ValueError for values of the wrong kind."""
+        whole = ("machine", "versions", "settings", "details")
+        parts = [(f"{name!r}", getattr(self, name)) for name in whole]
+        for number, row in enumerate(self.rows):
+            names = ("workload", "placement", "values", "errors")
+            parts += [(f"{name!r} of row {number}", getattr(row, name)) for name in names]
+            errors = row.errors if isinstance(row.errors, Mapping) else {}
+            parts += [(f"error {name!r} of row {number}", each) for name, each in errors.items()]
+        for what, value in parts:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"damaged: {what} holds no names, but {value!r}")
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""

@@ -30,7 +30,7 @@ def report(
     rfa verify --json verify.json; rfa report verify.json --title "Is it right?"
     """
     from ..report.page import json_for_script, make_page, page_data, plotly_script
-    from ..report.sources import read
+    from ..report.records import read
 
     console = screen()
     try:

@@ -13,9 +13,8 @@ from string import Template
 from typing import Any
 
 from ..bench.results import plain_json
-from .records import records
+from .records import Source, header, records
 from .schedules import scenes
-from .sources import Source, header
 from .timelines import timelines
 
 _SCRIPTS = (

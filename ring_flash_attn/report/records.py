@@ -1,15 +1,17 @@
-"""Rows of results as flat records: what the page's filters, charts and table work on."""
+"""Files of results as flat records: what the page's filters, charts and table work on."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..bench.results import Row, number
+from ..bench.results import Results, Row, load, number
 from ..bench.workload import SHORT_DTYPES, Workload
-from .sources import Source
 
 _WORDS = {
     "sources_per_launch": "{} in a launch",
@@ -20,6 +22,49 @@ _ANYTHING = "ring_attention"  # the function whose name does not say its layout 
 _ELSEWHERE = ("world_size", "rank", "link", "layout", "route", "function")  # said otherwise
 _SHAPE = ("batch", "seqlen", "nheads", "nheads_k", "headdim", "causal", "window", "dtype")
 _MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file.
+
+    Attributes:
+        name: of the file, with its folder where two have the same name.
+        results: what it holds.
+    """
+
+    name: str
+    results: Results
+
+    @property
+    def device(self) -> str:
+        """Where it was measured, in words."""
+        return self.results.device
+
+
+def read(paths: Sequence[Path]) -> list[Source]:
+    """Every file once; ValueError that names the one that cannot be read."""
+    if not paths:
+        raise ValueError("no file to report on")
+    once = list({path.resolve(): path for path in paths}.values())
+    names = Counter(path.name for path in once)
+    return [Source(path.name if names[path.name] == 1 else str(path), load(path)) for path in once]
+
+
+def header(source: Source) -> dict[str, Any]:
+    """What was measured where: a line of the page's first table."""
+    results = source.results
+    return {
+        "file": source.name,
+        "device": source.device,
+        "command": str(results.command),
+        "created": str(results.created),
+        "commit": None if results.commit is None else str(results.commit),
+        "versions": {str(name): str(each) for name, each in results.versions.items()},
+        "settings": {str(name): str(each) for name, each in results.settings.items()},
+        "peak": {str(name): each for name, each in results.peak.items()},
+        "rows": len(results.rows),
+    }
 
 
 def records(sources: Sequence[Source]) -> list[dict[str, Any]]:

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..bench.replay_results import replay_rows
 from ..bench.report import Replay
-from .records import shape
-from .sources import Source
+from .records import Source, shape
 
 
 def timelines(sources: Sequence[Source]) -> list[dict[str, Any]]:
