@@ -80,8 +80,9 @@ def draw(
         schedules = [
             Schedule(route, Problem(get_layout(name), *rest), backward) for name in layouts
         ]
+        plain = [_plain(each) for each in schedules]  # makes the plans, which may refuse it
     console = Console(highlight=False)
-    write_json(console, [_plain(each) for each in schedules], json_file)
+    write_json(console, plain, json_file)
     if svg:
         svg.write_text(draw_svg(schedules), encoding="utf-8")
         typer.echo(f"wrote {svg}")
