@@ -16,7 +16,13 @@ from typer.testing import CliRunner, Result
 from ring_flash_attn.bench.link import LINKS
 from ring_flash_attn.bench.machine import Peak
 from ring_flash_attn.bench.profile import parts, run
-from ring_flash_attn.bench.profile.activity import (
+from ring_flash_attn.bench.profile.counters import read_counters
+from ring_flash_attn.bench.profile.facts import BANDWIDTH, COMPUTE, NEITHER, Facts, TimedPass
+from ring_flash_attn.bench.profile.findings import find, short, verdicts
+from ring_flash_attn.bench.profile.parts import PARTS, prepare_folder
+from ring_flash_attn.bench.profile.subject import Subject, make_subject
+from ring_flash_attn.bench.profile.summary import baseline_lines, comparison_lines, summary
+from ring_flash_attn.bench.profile.trace import (
     Activity,
     Overlap,
     Used,
@@ -26,14 +32,6 @@ from ring_flash_attn.bench.profile.activity import (
     read_trace,
     union,
 )
-from ring_flash_attn.bench.profile.counters import read_counters
-from ring_flash_attn.bench.profile.facts import Facts, Timed
-from ring_flash_attn.bench.profile.findings import find, short, verdicts
-from ring_flash_attn.bench.profile.parts import PARTS, prepare_folder
-from ring_flash_attn.bench.profile.roofline import BANDWIDTH, COMPUTE, NEITHER, Roofline
-from ring_flash_attn.bench.profile.subject import Subject, make_subject
-from ring_flash_attn.bench.profile.summary import summary
-from ring_flash_attn.bench.profile.texts import baseline_lines, comparison_lines
 from ring_flash_attn.bench.replays.rank import PersistentPool
 from ring_flash_attn.bench.replays.results import COMPUTE as COMPUTE_LANE
 from ring_flash_attn.bench.replays.results import TRANSFERS, Bar
@@ -132,7 +130,7 @@ def test_wrong_subjects_are_refused(changes: dict[str, Any], words: str) -> None
 )
 def test_the_roofline(ms: float, flops: float, size: float, bound: str, least: float) -> None:
     """Against 10 TFLOP/s and 100 GB/s: the limits meet at 100 FLOP for a byte."""
-    roof = Roofline(ms, flops, size, Peak(10.0, 100.0))
+    roof = TimedPass(BOTH, (ms,), 0.0, flops, size, Peak(10.0, 100.0))
     assert roof.ridge == 100
     assert roof.tflops == pytest.approx(flops / 1e9)
     assert roof.gbps == pytest.approx(size / 1e6)
@@ -215,9 +213,9 @@ def test_overlap_of_a_timeline() -> None:
 # Findings.
 
 
-def timed(ms: float, host: float, **more: Any) -> Timed:
-    roof = Roofline(ms, 6e9 * ms, 1e6, Peak(10.0, 100.0))
-    return Timed(BOTH, (ms,), host, roof, more.pop("memory", 1 << 20), more.pop("exposed", None))
+def timed(ms: float, host: float, **more: Any) -> TimedPass:
+    rest = (more.pop("memory", 1 << 20), more.pop("exposed", None))
+    return TimedPass(BOTH, (ms,), host, 6e9 * ms, 1e6, Peak(10.0, 100.0), *rest)
 
 
 def facts(**changes: Any) -> Facts:
@@ -228,14 +226,14 @@ def facts(**changes: Any) -> Facts:
         "machine": {"device": "a GPU"},
         "versions": {"torch": "2.11"},
         "repeats": 5,
-        "peak": Peak(10.0, 100.0),
+        "peak": Peak(10.0, 100.0, SMALL.dtype),
         "timed": (timed(1.0, 0.5),),
         "activity": Activity(True, 3, kernels, (), 8.0, 16.0, {"7": 8.0}),
         "overlap": None,
         "baseline": (),
         "comparison": (),
         "counters": (),
-        "parts": (PARTS[parts.TRACE], PARTS[parts.NSYS].without("nsys is not installed")),
+        "missing": {parts.NSYS: "nsys is not installed"},
     }
     return Facts(**given | changes)
 
@@ -299,8 +297,8 @@ def test_verdicts_have_the_limits_of_the_documents() -> None:
     half = replace(ON_GPU, workload=replace(SMALL, dtype=torch.float16))
     what = "forward and backward"
     for tflops, word in ((151.0, "good"), (149.0, "fair"), (99.0, "needs work")):
-        roof = Roofline(1.0, tflops * 1e9, 1e6, Peak(250.0, 100.0))
-        changes = {"timed": (Timed(BOTH, (1.0,), 0.5, roof, 0),), "peak": roof.peak}
+        roof = TimedPass(BOTH, (1.0,), 0.5, tflops * 1e9, 1e6, Peak(250.0, 100.0), 0)
+        changes = {"timed": (roof,), "peak": roof.peak}
         found = verdict_of(facts(subject=half, machine=a100, **changes))
         assert found[what] == f"{tflops:.4g} TFLOP/s {word}"
         assert found["GPU clock just after the last run"] == "1410 MHz good"
@@ -495,8 +493,7 @@ def test_memory_is_that_of_a_rank_that_keeps_no_buffers(
 
     monkeypatch.setattr(run, "peak_bytes", size)
     subject = replace(ON_A_RANK, placement=replace(TWO_RANKS, link=None))
-    context = run.Context(tmp_path, 1, "rfa profile", lambda line: None)
-    timed = run._time(subject, Peak(1.0, 1.0), context)
+    timed = run._time(subject, Peak(1.0, 1.0), 1, lambda line: None)
     assert [each.peak_bytes for each in timed] == [7, 7]
     assert not any(isinstance(pool, PersistentPool) for pool in pools)
     assert isinstance(subject.one_rank(linked=False).prepared.ranks[0].pool, PersistentPool)

@@ -13,15 +13,15 @@ import pytest
 import torch
 from nsight import DETAILS, RAW
 
-from ring_flash_attn.bench.profile import child, tools
-from ring_flash_attn.bench.profile.commands import (
+from ring_flash_attn.bench.profile import child, nsight
+from ring_flash_attn.bench.profile.counters import read_counters, sections_text
+from ring_flash_attn.bench.profile.nsight import (
     child_command,
     ncu_command,
     ncu_table_command,
     nsys_command,
     nsys_stats_command,
 )
-from ring_flash_attn.bench.profile.counters import read_counters, sections_text
 from ring_flash_attn.bench.profile.subject import Subject, make_subject
 from ring_flash_attn.bench.results import BOTH
 from ring_flash_attn.bench.workload import Placement, Workload
@@ -107,12 +107,13 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def use(tool: str, folder: Path) -> tools.Found:
-    return {"nsys": tools.use_nsys, "ncu": tools.use_ncu}[tool](ON_GPU, folder, lambda line: None)
-
-
-def missing(found: tools.Found) -> dict[str, str | None]:
-    return {part.name: part.missing for part in found.parts}
+def use(tool: str, folder: Path) -> dict[str, str]:
+    """Run a tool; the files that are missing, and why."""
+    if tool == "nsys":
+        return nsight.use_nsys(ON_GPU, folder, lambda line: None)
+    missing, counters = nsight.use_ncu(ON_GPU, folder, lambda line: None)
+    assert not (missing and counters)
+    return missing
 
 
 def test_nsys_leaves_a_report_and_its_tables(path: Path, tmp_path: Path) -> None:
@@ -122,7 +123,8 @@ profile) for word in "$@"; do case "$word" in --output=*) out="${word#--output=}
 stats) echo "Time (%)  Name"; touch "${3%.nsys-rep}.sqlite";;
 esac"""
     fake(path, "nsys", script)
-    assert set(missing(use("nsys", tmp_path)).values()) == {None}
+    assert use("nsys", tmp_path) == {}
+    assert (tmp_path / "flash_attn_nsys.nsys-rep").exists()
     assert (tmp_path / "nsys_stats.txt").read_text() == "Time (%)  Name\n"
     assert not (tmp_path / "flash_attn_nsys.sqlite").exists()
 
@@ -140,9 +142,9 @@ def test_ncu_leaves_a_report_tables_and_counters(path: Path, tmp_path: Path) -> 
     fake(path, "ncu", NCU)
     (path / "raw.csv").write_text(RAW)
     (path / "details.csv").write_text(DETAILS)
-    found = use("ncu", tmp_path)
-    assert set(missing(found).values()) == {None}
-    assert [each.name for each in found.counters] == ["attend", "delta"]
+    missing, counters = nsight.use_ncu(ON_GPU, tmp_path, lambda line: None)
+    assert missing == {}
+    assert [each.name for each in counters] == ["attend", "delta"]
     assert "L2 Hit Rate" in (tmp_path / "ncu_memory_metrics.txt").read_text()
     compute = (tmp_path / "ncu_compute_metrics.txt").read_text()
     assert "SM Busy" in compute
@@ -166,30 +168,25 @@ def test_a_tool_that_fails_is_quoted(
     path: Path, tmp_path: Path, tool: str, script: str, words: str
 ) -> None:
     fake(path, tool, script)
-    found = use(tool, tmp_path)
-    first, *others = found.parts
-    assert first.missing is not None
+    first, *others = use(tool, tmp_path).values()
     with pytest.raises(ValueError, match=words):
-        raise ValueError(first.missing)
-    assert {part.missing for part in others} == {"there is no report"}
-    assert found.counters == ()
+        raise ValueError(first)
+    assert set(others) == {"there is no report"}
 
 
 def test_a_tool_that_hangs_is_ended_with_what_it_started(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "_SECONDS", 0.3)
+    monkeypatch.setattr(nsight, "_SECONDS", 0.3)
     fake(path, "ncu", "sleep 100 & sleep 100")
-    assert (
-        missing(use("ncu", tmp_path))["flash_attn_ncu_full.ncu-rep"] == "ncu took more than 0.3 s"
-    )
+    assert use("ncu", tmp_path)["flash_attn_ncu_full.ncu-rep"] == "ncu took more than 0.3 s"
 
 
 def test_a_report_that_cannot_be_read_is_kept(path: Path, tmp_path: Path) -> None:
     fake(path, "ncu", NCU)
     (path / "raw.csv").write_text("nothing")
-    found = missing(use("ncu", tmp_path))
-    assert found["flash_attn_ncu_full.ncu-rep"] is None
+    found = use("ncu", tmp_path)
+    assert "flash_attn_ncu_full.ncu-rep" not in found
     assert found["ncu_memory_metrics.txt"] == "the report cannot be read: its table holds no kernel"
 
 
@@ -198,9 +195,9 @@ def test_a_tool_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    reasons = set(missing(use(tool, tmp_path)).values())
+    reasons = set(use(tool, tmp_path).values())
     assert len(reasons) == 1
-    assert reasons.pop().startswith(f"{tool} (Nsight")  # type: ignore[union-attr]
+    assert reasons.pop().startswith(f"{tool} (Nsight")
 
 
 def test_the_process_that_tools_look_at() -> None:

@@ -19,12 +19,9 @@ from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.report import report
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
-from ring_flash_attn.report.page import json_for_script, make_page, page_data
-from ring_flash_attn.report.palette import styles
-from ring_flash_attn.report.records import records, shape, way
-from ring_flash_attn.report.roofline import roof
+from ring_flash_attn.report.page import json_for_script, make_page, page_data, styles
+from ring_flash_attn.report.records import Source, placement_words, read, records, roof, shape
 from ring_flash_attn.report.schedules import WORLD_SIZES, scenes
-from ring_flash_attn.report.sources import Source, read
 from ring_flash_attn.report.timelines import timelines
 
 REPOSITORY = Path(__file__).parents[1]
@@ -210,7 +207,7 @@ def test_a_record_has_the_numbers_of_its_row() -> None:
         "file": "one.json",
         "device": FAST,
         "shape": "8/2 heads × 64, causal, bf16, 2 documents",
-        "way": "zigzag × ring, 2 in a launch",
+        "placement": "zigzag × ring, 2 in a launch",
         "world_size": 4,
         "rank": 3,
         "seqlen": 512,
@@ -246,15 +243,18 @@ def test_ranks_of_a_case_share_its_number() -> None:
     assert found[0]["case"] == found[1]["case"] != found[2]["case"]
 
 
-def test_words_for_shapes_and_ways() -> None:
+def test_words_for_shapes_and_placements() -> None:
     assert shape(workload(8, nheads_k=8, causal=False)) == "8 heads × 64, full, bf16"
     assert (
         shape(workload(8, "float16", window=[4, 0])) == "8/2 heads × 64, causal, window 4, 0, fp16"
     )
     assert shape(workload(8, sink=True)) == "8/2 heads × 64, causal, bf16, sink True"
-    assert way({}) == ""
-    assert way({"function": "f", "rank": 1, "link": "ib"}) == "f"
-    assert way({"layout": "a", "route": "b", "heads_k_stride": 2}) == "a × b, 2 KV heads at a time"
+    assert placement_words({}) == ""
+    assert placement_words({"function": "f", "rank": 1, "link": "ib"}) == "f"
+    assert (
+        placement_words({"layout": "a", "route": "b", "heads_k_stride": 2})
+        == "a × b, 2 KV heads at a time"
+    )
 
 
 def test_implementations_have_a_colour_each() -> None:

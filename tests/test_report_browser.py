@@ -14,9 +14,8 @@ import pytest
 from reports import EVIL, FAST, SLOW, all_results, results, write_all
 
 from ring_flash_attn.report.page import make_page, plotly_script
-from ring_flash_attn.report.records import records
+from ring_flash_attn.report.records import Source, read, records
 from ring_flash_attn.report.schedules import scenes
-from ring_flash_attn.report.sources import Source, read
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 pytest.importorskip("plotly", reason="needs plotly")

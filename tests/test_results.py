@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ring_flash_attn.bench.diff import Verdict, compare
+from ring_flash_attn.bench.diff import Move, compare
 from ring_flash_attn.bench.results import Results, Row, check_output, load
 from ring_flash_attn.cli.app import app
 
@@ -92,6 +92,11 @@ def test_stored_results_can_be_read(path: Path) -> None:
         ('{"format": "ring_flash_attn results", "version": 99}', "version 99"),
         ('{"format": "ring_flash_attn results", "version": 1}', "damaged"),
         ('{"format": "ring_flash_attn results", "version": 1, "rows": [{"a": 1}]}', "damaged"),
+        (
+            '{"format": "ring_flash_attn results", "version": 1, "rows": [], "command": "",'
+            '"machine": 3, "versions": {}, "commit": null}',
+            "damaged: 'machine' holds no names, but 3",
+        ),
     ],
 )
 def test_files_that_cannot_be_read_are_named(text: str, words: str, tmp_path: Path) -> None:
@@ -126,7 +131,7 @@ def error(relative: float | str) -> dict[str, Any]:
     return {"errors": {"out": {"relative": relative}}}
 
 
-def verdict(old: Row | None, new: Row | None, limit: float = 5.0) -> Verdict:
+def verdict(old: Row | None, new: Row | None, limit: float = 5.0) -> Move:
     always = row(implementation="always")
     both = [results(always, *([each] if each else [])) for each in (old, new)]
     (found,) = (each for each in compare(*both, limit) if each.row.implementation != "always")
@@ -136,40 +141,40 @@ def verdict(old: Row | None, new: Row | None, limit: float = 5.0) -> Verdict:
 @pytest.mark.parametrize(
     ("old", "new", "want"),
     [
-        ({}, {}, Verdict.SAME),
-        ({}, {"samples_ms": times(1.02)}, Verdict.SAME),
-        ({}, {"samples_ms": times(1.04)}, Verdict.NOISY),  # 1.5 % to 6.6 %
-        ({}, {"samples_ms": times(1.06)}, Verdict.SLOWER),
-        ({}, {"samples_ms": times(0.9)}, Verdict.FASTER),
+        ({}, {}, Move.SAME),
+        ({}, {"samples_ms": times(1.02)}, Move.SAME),
+        ({}, {"samples_ms": times(1.04)}, Move.NOISY),  # 1.5 % to 6.6 %
+        ({}, {"samples_ms": times(1.06)}, Move.SLOWER),
+        ({}, {"samples_ms": times(0.9)}, Move.FASTER),
         # with runs that are 20 % apart, neither 6 % nor 0 % says anything
-        ({"samples_ms": WIDE}, {"samples_ms": (0.86, 1.06, 1.26) * 3}, Verdict.NOISY),
-        ({"samples_ms": WIDE}, {"samples_ms": WIDE}, Verdict.NOISY),
-        ({"samples_ms": WIDE}, {"samples_ms": WILD}, Verdict.NOISY),  # +200 % ± 59 %
-        ({"samples_ms": WILD}, {"samples_ms": WIDE}, Verdict.NOISY),
-        ({"samples_ms": WIDE}, {"samples_ms": tuple(3 * x for x in WIDE)}, Verdict.SLOWER),
-        ({"samples_ms": (1.0,)}, {"samples_ms": (1.06,)}, Verdict.NOISY),
-        ({"samples_ms": (1.0,) * 3}, {"samples_ms": (1.0,) * 3}, Verdict.NOISY),
-        ({}, {"samples_ms": (1.0,) * 5 + (9e3,) * 3}, Verdict.NOISY),
-        ({"samples_ms": WIDE}, {"samples_ms": WIDE, "peak_bytes": 110 << 20}, Verdict.FATTER),
-        ({"samples_ms": ()}, {"samples_ms": ()}, Verdict.SAME),
-        ({}, {"peak_bytes": 110 << 20}, Verdict.FATTER),
-        ({}, {"peak_bytes": 90 << 20}, Verdict.SAME),
-        ({"peak_bytes": 0}, {"peak_bytes": 2 << 20}, Verdict.FATTER),
-        ({"peak_bytes": 0}, {"peak_bytes": 1 << 10}, Verdict.SAME),
-        ({}, {"samples_ms": times(0.5), "peak_bytes": 110 << 20}, Verdict.FATTER),
-        ({}, {"failed": "no"}, Verdict.FAILED),
-        ({"failed": "no"}, {"failed": "no"}, Verdict.SAME),
-        ({"failed": "no"}, {}, Verdict.WORKS),
-        (error(0.01), error(0.03), Verdict.SAME),
-        (error(0.01), error(0.05), Verdict.WRONG),
-        (error(0.01), error("nan"), Verdict.WRONG),
-        (error("nan"), error("nan"), Verdict.SAME),
-        ({}, {"errors": {"out": {"passed": False}}}, Verdict.WRONG),
-        (None, {}, Verdict.NEW),
-        ({}, None, Verdict.MISSING),
+        ({"samples_ms": WIDE}, {"samples_ms": (0.86, 1.06, 1.26) * 3}, Move.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": WIDE}, Move.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": WILD}, Move.NOISY),  # +200 % ± 59 %
+        ({"samples_ms": WILD}, {"samples_ms": WIDE}, Move.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": tuple(3 * x for x in WIDE)}, Move.SLOWER),
+        ({"samples_ms": (1.0,)}, {"samples_ms": (1.06,)}, Move.NOISY),
+        ({"samples_ms": (1.0,) * 3}, {"samples_ms": (1.0,) * 3}, Move.NOISY),
+        ({}, {"samples_ms": (1.0,) * 5 + (9e3,) * 3}, Move.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": WIDE, "peak_bytes": 110 << 20}, Move.FATTER),
+        ({"samples_ms": ()}, {"samples_ms": ()}, Move.SAME),
+        ({}, {"peak_bytes": 110 << 20}, Move.FATTER),
+        ({}, {"peak_bytes": 90 << 20}, Move.SAME),
+        ({"peak_bytes": 0}, {"peak_bytes": 2 << 20}, Move.FATTER),
+        ({"peak_bytes": 0}, {"peak_bytes": 1 << 10}, Move.SAME),
+        ({}, {"samples_ms": times(0.5), "peak_bytes": 110 << 20}, Move.FATTER),
+        ({}, {"failed": "no"}, Move.FAILED),
+        ({"failed": "no"}, {"failed": "no"}, Move.SAME),
+        ({"failed": "no"}, {}, Move.WORKS),
+        (error(0.01), error(0.03), Move.SAME),
+        (error(0.01), error(0.05), Move.WRONG),
+        (error(0.01), error("nan"), Move.WRONG),
+        (error("nan"), error("nan"), Move.SAME),
+        ({}, {"errors": {"out": {"passed": False}}}, Move.WRONG),
+        (None, {}, Move.NEW),
+        ({}, None, Move.MISSING),
     ],
 )
-def test_verdicts(old: dict[str, Any] | None, new: dict[str, Any] | None, want: Verdict) -> None:
+def test_verdicts(old: dict[str, Any] | None, new: dict[str, Any] | None, want: Move) -> None:
     rows = [None if each is None else row(**each) for each in (old, new)]
     assert verdict(*rows) is want
 

@@ -17,9 +17,9 @@ import torch
 import typer
 
 from ring_flash_attn import cli, comm
-from ring_flash_attn.bench.profile import tools
+from ring_flash_attn.bench.profile import nsight
 from ring_flash_attn.bench.results import load
-from ring_flash_attn.cli import measuring
+from ring_flash_attn.cli import console
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.comm import agreement
 from ring_flash_attn.kernels import base as kernels
@@ -73,7 +73,7 @@ def test_messages_for_troubleshooting_are_ours(
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit):
         cli.main()
-    monkeypatch.setattr(tools.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(nsight.shutil, "which", lambda tool: None)
     subject: Any = SimpleNamespace(device=torch.device("cuda"))
     reasons = [
         reason.split(";")[0]
@@ -83,8 +83,8 @@ def test_messages_for_troubleshooting_are_ours(
     messages = [
         capsys.readouterr().err.strip(),
         page._MISSING,
-        measuring.ON_CPU,
-        str(tools._why_not("nsys", "Nsight Systems", subject)),
+        console.ON_CPU,
+        str(nsight._why_not("nsys", "Nsight Systems", subject)),
         raised(kernels.choose_kernel, "triton", plain_call(torch.float64)).splitlines()[0],
         raised(comm.resolve_group, None),
         agreement._NEW_GROUP,

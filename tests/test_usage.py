@@ -24,7 +24,7 @@ from ring_flash_attn.bench.workload import (
     dtype_name,
     find_dtype,
 )
-from ring_flash_attn.cli import version as versions
+from ring_flash_attn.cli import info as versions
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.usage import as_options
 
@@ -80,7 +80,7 @@ WRONG = {
     "bench --seqlen abc": "--seqlen must be a number",
     "bench --nheads 3 --nheads-k 2": "--nheads (query heads) must be a multiple of --nheads-k",
     "bench --window 3": "--window must be two numbers",
-    "bench --window=-5,0": "--window (-5, 0)",
+    "bench --window=-5,0": "--window -5,0",
     "bench --preset nonsense": "'--preset': unknown preset 'nonsense'",
     "bench --kernel nonsense": "'--kernel': unknown implementation 'nonsense'",
     "bench --kernel fa2 --device cpu": "--kernel fa2 cannot do batch 2, seqlen 1024",

@@ -19,7 +19,7 @@ _SIGMA = 1.349  # of a normal distribution: distance of its quartiles
 _MEDIAN = 1.2533  # standard error of a median, against that of a mean
 
 
-class Verdict(Enum):
+class Move(Enum):
     """What became of a row."""
 
     FAILED = "fails now"
@@ -34,7 +34,7 @@ class Verdict(Enum):
     SAME = "same"
 
 
-BAD = (Verdict.FAILED, Verdict.WRONG, Verdict.SLOWER, Verdict.FATTER)
+BAD = (Move.FAILED, Move.WRONG, Move.SLOWER, Move.FATTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Change:
     percent: float | None
     spread: float | None
     memory_percent: float | None
-    verdict: Verdict
+    verdict: Move
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -81,12 +81,12 @@ def compare(before: Results, after: Results, limit: float) -> list[Change]:
     Raises:
         ValueError: they have no row in common.
     """
-    old, new = _by_key(before.rows), _by_key(after.rows)
+    old, new = ({row.key: row for row in each.rows} for each in (before, after))
     if not set(old) & set(new):
         raise ValueError("the two files have no row in common: nothing to compare")
     rounds = (_rounds(before), _rounds(after))
     changes = [_change(old.get(key), new.get(key), rounds, limit) for key in {**old, **new}]
-    order = list(Verdict)
+    order = list(Move)
     return sorted(changes, key=lambda each: (order.index(each.verdict), -(each.percent or 0.0)))
 
 
@@ -96,10 +96,6 @@ def _rounds(results: Results) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _by_key(rows: Sequence[Row]) -> dict[tuple[str, ...], Row]:
-    return {row.key: row for row in rows}
-
-
 def _change(
     old: Row | None, new: Row | None, rounds: tuple[int | None, int | None], limit: float
 ) -> Change:
@@ -107,39 +103,39 @@ def _change(
         row = new or old
         assert row is not None
         times = (None if old is None else old.ms, None if new is None else new.ms)
-        return Change(row, *times, None, None, None, Verdict.NEW if new else Verdict.MISSING)
+        return Change(row, *times, None, None, None, Move.NEW if new else Move.MISSING)
     percent, memory = _percent(old.ms, new.ms), _percent(old.peak_bytes, new.peak_bytes)
-    change = Change(new, old.ms, new.ms, percent, _spread(old, new, rounds), memory, Verdict.SAME)
+    change = Change(new, old.ms, new.ms, percent, _spread(old, new, rounds), memory, Move.SAME)
     return replace(change, verdict=_verdict(old, new, change, limit))
 
 
-def _verdict(old: Row, new: Row, change: Change, limit: float) -> Verdict:
+def _verdict(old: Row, new: Row, change: Change, limit: float) -> Move:
     """The worst that can be said."""
     if new.failed is not None or old.failed is not None:
         if new.failed is not None:
-            return Verdict.SAME if old.failed is not None else Verdict.FAILED
-        return Verdict.WORKS
+            return Move.SAME if old.failed is not None else Move.FAILED
+        return Move.WORKS
     if any(_is_worse(old.errors.get(name, {}), new.errors[name]) for name in new.errors):
-        return Verdict.WRONG
+        return Move.WRONG
     time = _time_verdict(change, limit)
-    if time is Verdict.SLOWER:
+    if time is Move.SLOWER:
         return time
     growth = (new.peak_bytes or 0) - (old.peak_bytes or 0)
     if old.peak_bytes is not None and growth > max(_MUCH, limit / 100 * old.peak_bytes):
-        return Verdict.FATTER
+        return Move.FATTER
     return time
 
 
-def _time_verdict(change: Change, limit: float) -> Verdict:
+def _time_verdict(change: Change, limit: float) -> Move:
     """SLOWER, FASTER, SAME or NOISY; SAME where nothing was timed."""
     if change.percent is None:
-        return Verdict.SAME
+        return Move.SAME
     low, high = change.interval or (-math.inf, math.inf)
     if change.percent > limit and low > 0:
-        return Verdict.SLOWER
+        return Move.SLOWER
     if change.percent < -limit and high < 0:
-        return Verdict.FASTER
-    return Verdict.SAME if -limit <= low and high <= limit else Verdict.NOISY
+        return Move.FASTER
+    return Move.SAME if -limit <= low and high <= limit else Move.NOISY
 
 
 def _is_worse(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

@@ -7,7 +7,6 @@ query heads of one sequence stand for all.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,31 +17,9 @@ _SCORES = 1 << 27  # entries of the matrices that are held at a time: 1 GiB each
 TENSORS = ("out", "dq", "dk", "dv")
 
 
-@dataclass(frozen=True, slots=True)
-class Exact:
-    """The first KV head of the first sequence and its query heads, (seqlen, heads, headdim)."""
-
-    tensors: Mapping[str, Tensor]
-
-    def errors(self, got: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
-        """For each tensor max, mean, rmse, and max relative to the largest entry."""
-        found = {}
-        for name, value in got.items():
-            want = self.tensors[name]
-            apart = (value[0, :, : want.shape[1]].to(torch.float64) - want).abs()
-            worst = apart.max().item()
-            found[name] = {
-                "max": worst,
-                "mean": apart.mean().item(),
-                "rmse": apart.square().mean().sqrt().item(),
-                "relative": worst / (want.abs().max().item() or 1.0),
-            }
-        return found
-
-
 @torch.no_grad()
-def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Exact:
-    """out and the gradients in fp64."""
+def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
+    """out and the gradients in fp64: (seqlen, heads, headdim) of the first KV head."""
     group = workload.nheads // workload.nheads_k
     queries, douts = (x[0, :, :group].to(torch.float64) for x in (q, dout))
     key, value = (x[0, :, 0].to(torch.float64) for x in (k, v))
@@ -57,7 +34,30 @@ def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> 
             found["out"][rows, head], found["dq"][rows, head] = out, dq
             dk += more_dk
             dv += more_dv
-    return Exact({**found, "dk": dk[:, None], "dv": dv[:, None]})
+    return {**found, "dk": dk[:, None], "dv": dv[:, None]}
+
+
+def errors_of(
+    found: Mapping[str, Tensor], right: Mapping[str, Tensor]
+) -> dict[str, dict[str, float]]:
+    """For each tensor max, mean, rmse, and max relative to the largest entry.
+
+    Args:
+        found: whole tensors.
+        right: what `exact` returned.
+    """
+    errors = {}
+    for name, value in found.items():
+        want = right[name]
+        apart = (value[0, :, : want.shape[1]].to(torch.float64) - want).abs()
+        worst = apart.max().item()
+        errors[name] = {
+            "max": worst,
+            "mean": apart.mean().item(),
+            "rmse": apart.square().mean().sqrt().item(),
+            "relative": worst / (want.abs().max().item() or 1.0),
+        }
+    return errors
 
 
 def _rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +32,11 @@ class Implementation:
         name: in tables and files.
         why_not: every reason why it cannot do a workload on a device; empty if it can.
         make: returns a function of (q, k, v) for it; what it prepares is not timed.
-        is_ours: whether it is this library's.
     """
 
     name: str
     why_not: Callable[[Workload, torch.device], list[str]]
     make: Callable[[Workload, torch.device], Attention]
-    is_ours: bool = False
 
 
 def find_implementation(name: str, workload: Workload, device: torch.device) -> Implementation:
@@ -69,7 +67,7 @@ def _ours(kernel: str) -> Implementation:
 
         return run
 
-    return Implementation(kernel, lambda w, device: why_not(kernel, call_of(w, device)), make, True)
+    return Implementation(kernel, lambda w, device: why_not(kernel, call_of(w, device)), make)
 
 
 # Torch.
@@ -261,18 +259,11 @@ def _flash_attn(name: str, module: str, kernel: str, no_limit: int | None) -> Im
     return Implementation(name, lambda w, device: why_not(kernel, call_of(w, device)), make)
 
 
-def _anything(workload: Workload, device: torch.device) -> list[str]:
-    return []
-
-
-def _by_name(found: Sequence[Implementation]) -> dict[str, Implementation]:
-    return {each.name: each for each in found}
-
-
 _FLASH, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-_LIBRARIES = _by_name(
-    (
-        Implementation("torch standard", _anything, _standard),
+_LIBRARIES = {
+    each.name: each
+    for each in (
+        Implementation("torch standard", lambda workload, device: [], _standard),
         _sdpa("SDPA flash", _FLASH, masks=False, groups=True, cpu=True),
         _sdpa("SDPA efficient", _EFFICIENT, masks=True, groups=False, cpu=False),
         _sdpa("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION, masks=False, groups=True, cpu=False),
@@ -283,4 +274,4 @@ _LIBRARIES = _by_name(
         _flash_attn("flash-attn 3", "flash_attn_interface", "fa3", -1),
         _flash_attn("flash-attn 4", "flash_attn.cute", "fa4", None),
     )
-)
+}

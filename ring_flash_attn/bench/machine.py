@@ -18,7 +18,7 @@ import torch
 
 from .results import Results, Row
 from .timing import Stopwatch, Work, on_device
-from .workload import find_dtype
+from .workload import dtype_name, find_dtype
 
 _PACKAGES = (
     "ring-flash-attn",
@@ -55,10 +55,12 @@ class Peak:
     Attributes:
         tflops: of a product of large square matrices, in TFLOP/s.
         gbps: of a copy within the device, bytes read and bytes written, in 10⁹ bytes a second.
+        dtype: of the matrices.
     """
 
     tflops: float
     gbps: float
+    dtype: str = "bfloat16"
 
 
 def versions() -> dict[str, str]:
@@ -123,8 +125,8 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({platform.processor() or platform.machine()})"
 
 
-def machine(device: torch.device) -> dict[str, object]:
-    """The device and its clocks now, as plain values."""
+def machine(device: torch.device, peak: Peak | None = None) -> dict[str, object]:
+    """The device, its clocks now and its peak, as plain values."""
     found: dict[str, object] = {
         "device": device_name(device),
         "kind": device.type,
@@ -137,14 +139,16 @@ def machine(device: torch.device) -> dict[str, object]:
         found["processors"] = gpu.multi_processor_count
         found["memory_bytes"] = gpu.total_memory
         found |= _from_nvidia_smi(str(gpu.uuid))
+    if peak is not None:
+        found["peak"] = {"dtype": peak.dtype, "tflops": peak.tflops, "gbps": peak.gbps}
     return found
 
 
 def _from_nvidia_smi(uuid: str) -> dict[str, object]:
-    """What only the driver's tool tells; nothing where it is not installed or does not answer."""
+    """What only the driver's tool knows; nothing where it is not installed or fails."""
     gpu = f"GPU-{uuid.removeprefix('GPU-')}"
-    answer = _nvidia_smi(gpu, f"--query-gpu={','.join(_QUERIES.values())}")
-    values = [part.strip() for part in answer.strip().split(",")]
+    text = _nvidia_smi(gpu, f"--query-gpu={','.join(_QUERIES.values())}")
+    values = [part.strip() for part in text.strip().split(",")]
     found: dict[str, object] = {
         name: value if name == "driver" else float(value)
         for name, value in zip(_QUERIES, values)
@@ -157,7 +161,7 @@ def _from_nvidia_smi(uuid: str) -> dict[str, object]:
 
 
 def _nvidia_smi(gpu: str, query: str) -> str:
-    """What it answers; nothing where it is not installed or fails."""
+    """What it prints; nothing where it is not installed or fails."""
     command = ["nvidia-smi", f"--id={gpu}", query, "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(
@@ -203,18 +207,13 @@ def measure_peak(device: torch.device, dtype: str) -> Peak | None:
         source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         copy = _median(watch, lambda: target.copy_(source))
-    return Peak(2 * _SIZE**3 / product / 1e9, 2 * _BYTES / copy / 1e6)
+    return Peak(2 * _SIZE**3 / product / 1e9, 2 * _BYTES / copy / 1e6, dtype_name(dtype))
 
 
 def _median(watch: Stopwatch, work: Work) -> float:
     for _ in range(3):
         work()
     return statistics.median(watch.time(work).device for _ in range(_RUNS))
-
-
-def peak_dict(peak: Peak, dtype: str) -> Mapping[str, object]:
-    """For files."""
-    return {"dtype": dtype, "tflops": peak.tflops, "gbps": peak.gbps}
 
 
 def command() -> str:
@@ -225,20 +224,10 @@ def command() -> str:
 def make_results(
     rows: Sequence[Row],
     device: torch.device,
-    settings: dict[str, Any],
-    peak: tuple[Peak | None, str] | None = None,
+    settings: Mapping[str, Any],
+    peak: Peak | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> Results:
     """For a file: what was run, where, with which versions."""
-    where = machine(device)
-    if peak is not None and peak[0] is not None:
-        where["peak"] = peak_dict(peak[0], peak[1])
-    return Results(
-        command(),
-        where,
-        versions(),
-        commit(),
-        settings,
-        tuple(rows),
-        details or {},
-    )
+    where = machine(device, peak)
+    return Results(command(), where, versions(), commit(), settings, tuple(rows), details or {})

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..engine.attention import QKV
-from .exact import TENSORS, Exact, exact
+from .exact import TENSORS, errors_of, exact
 from .implementations import Attention, Implementation, find_implementation
 from .results import BACKWARD, BOTH, FORWARD, PASSES, Row
 from .timing import WARM_UP, Prepared, Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
@@ -45,7 +44,7 @@ def measure(
         grad: backward, and forward and backward together, as well.
         errors: compare out (and gradients) with fp64.
         graphs: time CUDA graphs, which are free of the host's time and its disturbances.
-        report: is told what is being done.
+        report: is called with what is being done.
 
     Returns:
         A row for each implementation and pass; of one that cannot do it, or fails, they say why.
@@ -57,22 +56,28 @@ def measure(
     if repeats < 1:
         raise ValueError(f"repeats must be positive, not {repeats}")
     check_graphs(graphs, device)
-    found = {each.name: each for each in find_all(names, workload, device)}
     passes = PASSES if grad else (FORWARD,)
-    contenders = [_Contender(name) for name in found]
+    trials = [_Trial(each) for each in find_all(names, workload, device)]
+    samples: dict[tuple[str, str], Samples] = {}
     _clear(device)
     with on_device(device):
         try:
-            stage = _Stage(workload, device, passes, graphs, report)
-            samples = stage.run(contenders, found, repeats, errors)
+            inputs = _Inputs(workload, device, passes)
+            for each in trials:
+                _prepare(each, inputs, graphs, report)
+            able = [each for each in trials if each.failed is None]
+            works = {(each.name, name): each.works[name] for name in passes for each in able}
+            if works:
+                samples = interleaved(works, Stopwatch(device), repeats, report)
+            if errors:
+                _find_errors([each for each in able if each.failed is None], inputs, report)
         except Exception as error:  # whatever it is: the next workload may do
-            samples = {}
-            for each in contenders:
+            for each in trials:
                 each.failed = each.failed or _reason(error)
         finally:
-            for each in contenders:
-                each.works.clear()  # they hold the tensors, and the contender itself
-    return [row for each in contenders for row in each.rows(kind, workload, passes, samples)]
+            for each in trials:
+                each.works.clear()  # they hold the tensors, and the trial itself
+    return [row for each in trials for row in each.rows(kind, workload, passes, samples)]
 
 
 def check_graphs(graphs: bool, device: torch.device) -> None:
@@ -89,25 +94,55 @@ def find_all(
     return tuple({each.name: each for each in found}.values())
 
 
+class _Inputs:
+    """Tensors that all implementations share."""
+
+    def __init__(self, workload: Workload, device: torch.device, passes: Sequence[str]) -> None:
+        self.workload, self.device, self.passes = workload, device, passes
+        qkv, self.dout = workload.tensors(device)
+        q, k, v = (x.requires_grad_(len(passes) > 1) for x in qkv)
+        self.leaves: QKV = (q, k, v)
+
+    def gradients(self, out: Tensor, retain_graph: bool = False) -> tuple[Tensor, ...]:
+        """Of q, k and v."""
+        return torch.autograd.grad(out, self.leaves, self.dout, retain_graph=retain_graph)
+
+
 @dataclass
-class _Contender:
-    """One implementation at work.
+class _Trial:
+    """One implementation, until it fails.
 
     Attributes:
-        name: of it.
+        implementation: which.
+        attention: what it made for the workload.
         failed: why it cannot go on.
-        works: by pass.
-        peaks: memory by pass.
+        note: why there are no errors.
+        works, peaks: what is timed, and its memory, by pass.
         errors: by tensor.
-        note: why there are none.
     """
 
-    name: str
+    implementation: Implementation
+    attention: Attention | None = None
     failed: str | None = None
     note: str | None = None
     works: dict[str, Work] = field(default_factory=dict)
     peaks: dict[str, int | None] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Of the implementation."""
+        return self.implementation.name
+
+    def attempt(self, work: Callable[[], Result]) -> Result | None:
+        """What it returns; None if it fails or has failed before."""
+        if self.failed is not None:
+            return None
+        try:
+            return work()
+        except Exception as error:  # of any library
+            self.failed = _reason(error)
+            return None
 
     def guarded(self, work: Work) -> Work:
         """The work, until it fails; then nothing."""
@@ -120,160 +155,116 @@ class _Contender:
 
         return Prepared(prepare)
 
-    def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """What it returns; None if it fails or has failed before."""
-        if self.failed is not None:
-            return None
-        try:
-            return work()
-        except Exception as error:  # of any library
-            self.failed = _reason(error)
-            return None
-
     def rows(
         self,
         kind: str,
         workload: Workload,
         passes: Sequence[str],
-        samples: dict[tuple[str, str], Samples],
+        samples: Mapping[tuple[str, str], Samples],
     ) -> Iterator[Row]:
         """One for each pass; with what was found, or why there is nothing."""
         for each in passes:
             if self.failed is not None:
                 yield Row(kind, self.name, each, workload.to_dict(), failed=self.failed)
                 continue
-            runs = samples[self.name, each]
+            runs, last = samples[self.name, each], each == passes[-1]
             yield Row(
                 kind,
                 self.name,
                 each,
                 workload.to_dict(),
-                {},
-                runs.device,
-                workload.flops(each) / runs.median.device / 1e9,
-                self.peaks[each],
-                {"host_ms": runs.median.host},
-                self.errors if each == passes[-1] else {},
-                note=self.note if each == passes[-1] else None,
+                samples_ms=runs.device,
+                tflops=workload.flops(each) / runs.median.device / 1e9,
+                peak_bytes=self.peaks[each],
+                values={"host_ms": runs.median.host},
+                errors=self.errors if last else {},
+                note=self.note if last else None,
             )
 
 
-class _Stage:
-    """Tensors that all contenders share."""
+def _prepare(trial: _Trial, inputs: _Inputs, graphs: bool, report: Report) -> None:
+    """Warm it up and find its memory; it has failed if it cannot."""
+    reasons = trial.implementation.why_not(inputs.workload, inputs.device)
+    if reasons:
+        trial.failed = CANNOT + "; ".join(reasons)
+        return
+    report(f"preparing {trial.name}")
+    trial.attempt(lambda: _warm_up(trial, inputs, graphs))
+    if trial.failed is not None:
+        trial.attention = None
+        _clear(inputs.device)
 
-    def __init__(
-        self,
-        workload: Workload,
-        device: torch.device,
-        passes: Sequence[str],
-        graphs: bool,
-        report: Report,
-    ) -> None:
-        self._workload, self._device, self._passes = workload, device, passes
-        self._graphs, self._report = graphs, report
-        qkv, self._dout = workload.tensors(device)
-        q, k, v = (x.requires_grad_(len(passes) > 1) for x in qkv)
-        self._leaves: QKV = (q, k, v)
-        self._attentions: dict[str, Attention] = {}
 
-    def run(
-        self,
-        contenders: Sequence[_Contender],
-        found: Mapping[str, Implementation],
-        repeats: int,
-        errors: bool,
-    ) -> dict[tuple[str, str], Samples]:
-        """Times by name and pass; memory and errors are put down with the contenders."""
-        for each in contenders:
-            self._enter(each, found[each.name])
-        able = [each for each in contenders if each.failed is None]
-        works = {(each.name, way): each.works[way] for way in self._passes for each in able}
-        if not works:
-            return {}
-        samples = interleaved(works, Stopwatch(self._device), repeats, self._report)
-        if errors:
-            self._compare([each for each in able if each.failed is None])
-        return samples
+def _warm_up(trial: _Trial, inputs: _Inputs, graphs: bool) -> None:
+    """Memory of the backward pass includes the forward pass."""
+    attention = trial.attention = trial.implementation.make(inputs.workload, inputs.device)
+    works = _works(attention, inputs)
+    for each in inputs.passes:
+        trial.peaks[each] = peak_bytes(works[BOTH if each == BACKWARD else each], inputs.device)
+        if inputs.device.type != "cuda":
+            works[each]()
+    if graphs:
+        works = _captured(attention, inputs)
+    trial.works = {each: trial.guarded(works[each]) for each in inputs.passes}
 
-    def _enter(self, contender: _Contender, implementation: Implementation) -> None:
-        """Warm it up and find its memory; it has failed if it cannot."""
-        reasons = implementation.why_not(self._workload, self._device)
-        if reasons:
-            contender.failed = CANNOT + "; ".join(reasons)
-            return
-        self._report(f"preparing {implementation.name}")
-        contender.attempt(lambda: self._prepare(implementation, contender))
-        if contender.failed is not None:
-            self._attentions.pop(implementation.name, None)
-            _clear(self._device)
 
-    def _prepare(self, implementation: Implementation, contender: _Contender) -> None:
-        """Memory of the backward pass is not told apart from that of both."""
-        attention = implementation.make(self._workload, self._device)
-        self._attentions[implementation.name] = attention
-        works = self._works(attention)
-        for each in self._passes:
-            whole = works[BOTH if each == BACKWARD else each]
-            contender.peaks[each] = peak_bytes(whole, self._device)
-            if self._device.type != "cuda":
+def _works(attention: Attention, inputs: _Inputs) -> dict[str, Work]:
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attention(*inputs.leaves)
+
+    def backward() -> Work:
+        out = attention(*inputs.leaves)
+        return lambda: inputs.gradients(out)
+
+    def both() -> object:
+        out = attention(*inputs.leaves)
+        return out, inputs.gradients(out)
+
+    return {FORWARD: forward, BACKWARD: Prepared(backward), BOTH: both}
+
+
+def _captured(attention: Attention, inputs: _Inputs) -> dict[str, Work]:
+    """The same as CUDA graphs."""
+    stream = torch.cuda.Stream(inputs.device)
+    stream.wait_stream(torch.cuda.current_stream(inputs.device))
+    works, captured = _works(attention, inputs), {}
+    with torch.cuda.stream(stream):  # gradients are computed where the forward pass was
+        out = attention(*inputs.leaves)
+    works[BACKWARD] = lambda: inputs.gradients(out, retain_graph=True)
+    for each in inputs.passes:
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
                 works[each]()
-            contender.works[each] = contender.guarded(works[each])
-        if self._graphs:
-            captured = self._captured(attention)
-            contender.works = {each: contender.guarded(work) for each, work in captured.items()}
+        captured[each] = _capture(works[each], stream)
+    return captured
 
-    def _works(self, attention: Attention) -> dict[str, Work]:
-        leaves, dout = self._leaves, self._dout
 
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return attention(*leaves)
+def _find_errors(trials: Sequence[_Trial], inputs: _Inputs, report: Report) -> None:
+    """Against fp64; times stay if that fails."""
+    report("computing in fp64")
+    try:
+        right = exact(inputs.workload, *inputs.leaves, inputs.dout)
+    except Exception as error:  # out of memory, say
+        for each in trials:
+            each.note = f"no errors: {_reason(error)}"
+        return
+    for each in trials:
+        report(f"comparing {each.name} with fp64")
+        try:
+            each.errors = errors_of(_tensors(each, inputs), right)
+        except Exception as error:  # of any library
+            each.note = f"no errors: {_reason(error)}"
 
-        def backward() -> Work:
-            out = attention(*leaves)
-            return lambda: torch.autograd.grad(out, leaves, dout)
 
-        def both() -> object:
-            out = attention(*leaves)
-            return out, torch.autograd.grad(out, leaves, dout)
-
-        return {FORWARD: forward, BACKWARD: Prepared(backward), BOTH: both}
-
-    def _captured(self, attention: Attention) -> dict[str, Work]:
-        """The same as graphs."""
-        leaves, dout = self._leaves, self._dout
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        works, captured = self._works(attention), {}
-        with torch.cuda.stream(stream):  # gradients are computed where the forward pass was
-            out = attention(*leaves)
-        works[BACKWARD] = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        for each in self._passes:
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    works[each]()
-            captured[each] = _capture(works[each], stream)
-        return captured
-
-    def _compare(self, contenders: Sequence[_Contender]) -> None:
-        """Find the errors; times stay if that fails."""
-        self._report("computing in fp64")
-        trial = _Contender("fp64")
-        right = trial.attempt(lambda: exact(self._workload, *self._leaves, self._dout))
-        for each in contenders:
-            if right is not None:
-                trial = _Contender(each.name)
-                self._report(f"comparing {each.name} with fp64")
-                each.errors = trial.attempt(partial(self._errors, each.name, right)) or {}
-            each.note = None if trial.failed is None else f"no errors: {trial.failed}"
-
-    def _errors(self, name: str, right: Exact) -> dict[str, dict[str, float]]:
-        out = self._attentions[name](*self._leaves)
-        got = {"out": out.detach()}
-        if len(self._passes) > 1:
-            grads = torch.autograd.grad(out, self._leaves, self._dout)
-            got |= dict(zip(TENSORS[1:], grads, strict=True))
-        return right.errors(got)
+def _tensors(trial: _Trial, inputs: _Inputs) -> dict[str, Tensor]:
+    """out, and the gradients if there are some."""
+    assert trial.attention is not None
+    out = trial.attention(*inputs.leaves)
+    found = {"out": out.detach()}
+    if len(inputs.passes) > 1:
+        found |= dict(zip(TENSORS[1:], inputs.gradients(out), strict=True))
+    return found
 
 
 def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
@@ -282,11 +273,11 @@ def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
     stream.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         results = work()
-    kept = work, results
+    held = work, results
 
     def replay() -> object:
         graph.replay()
-        return kept
+        return held
 
     return replay
 

@@ -69,28 +69,13 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what is empty is left out."""
-        values = {
-            "kind": self.kind,
-            "implementation": self.implementation,
-            "passes": self.passes,
-            "workload": dict(self.workload),
-            "placement": dict(self.placement),
-            "samples_ms": list(self.samples_ms),
-            "tflops": self.tflops,
-            "peak_bytes": self.peak_bytes,
-            "values": dict(self.values),
-            "errors": {name: dict(each) for name, each in self.errors.items()},
-            "failed": self.failed,
-            "note": self.note,
-        }
+        values = {**vars(self), "samples_ms": list(self.samples_ms)}
         return {name: each for name, each in values.items() if each not in (None, {}, [])}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
         """What `to_dict` wrote."""
-        given = dict(values)
-        given["samples_ms"] = tuple(given.get("samples_ms", ()))
-        return cls(**given)
+        return cls(**{**values, "samples_ms": tuple(values.get("samples_ms", ()))})
 
 
 def _sorted(values: Mapping[str, Any]) -> str:
@@ -122,20 +107,21 @@ class Results:
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )
 
+    @property
+    def device(self) -> str:
+        """Where it was measured, in words."""
+        return str(self.machine.get("device") or "unknown device")
+
+    @property
+    def peak(self) -> Mapping[str, Any]:
+        """What the device does at best; empty if nobody measured it."""
+        found = self.machine.get("peak")
+        return found if isinstance(found, Mapping) else {}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "command": self.command,
-            "created": self.created,
-            "machine": dict(self.machine),
-            "versions": dict(self.versions),
-            "commit": self.commit,
-            "settings": dict(self.settings),
-            "rows": [row.to_dict() for row in self.rows],
-            "details": dict(self.details),
-        }
+        rows = [row.to_dict() for row in self.rows]
+        return {"format": FORMAT, "version": VERSION, **vars(self), "rows": rows}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Results:
@@ -146,26 +132,50 @@ class Results:
             raise ValueError(
                 f"version {values.get('version')!r} of the format; this release reads {VERSION}"
             )
-        given = {name: each for name, each in values.items() if name not in ("format", "version")}
+        known = {name: each for name, each in values.items() if name not in ("format", "version")}
         try:
-            rows = tuple(Row.from_dict(row) for row in given.pop("rows"))
-            return cls(rows=rows, **given)
+            found = cls(**{**known, "rows": tuple(map(Row.from_dict, known["rows"]))})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"damaged: {error}") from None
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """ValueError for values of the wrong kind."""
+        whole = ("machine", "versions", "settings", "details")
+        parts = [(f"{name!r}", getattr(self, name)) for name in whole]
+        for number, row in enumerate(self.rows):
+            names = ("workload", "placement", "values", "errors")
+            parts += [(f"{name!r} of row {number}", getattr(row, name)) for name in names]
+            errors = row.errors if isinstance(row.errors, Mapping) else {}
+            parts += [(f"error {name!r} of row {number}", each) for name, each in errors.items()]
+        for what, value in parts:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"damaged: {what} holds no names, but {value!r}")
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, which has no NaN and no infinity: those become words."""
-        text = json.dumps(_plain(self.to_dict()), indent=1, allow_nan=False)
+        """Write it as JSON."""
+        text = json.dumps(plain_json(self.to_dict()), indent=1, allow_nan=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
+    """What JSON can hold: it has no NaN and no infinity, which become words."""
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: plain_json(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain_json(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number(value: Any) -> float | None:
+    """A finite number of a file, or None: NaN and infinity are words there."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if math.isfinite(found) else None
 
 
 def load(path: Path) -> Results:

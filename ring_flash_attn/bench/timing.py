@@ -1,4 +1,4 @@
-"""Times and memory of contenders: GPU events, interleaved rounds, a cold cache."""
+"""Times and memory of implementations: GPU events, interleaved rounds, a cold cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The runs of one contender, in ms, in the order in which they were made."""
+    """The runs of one work, in ms, in the order in which they were made."""
 
     device: tuple[float, ...]
     host: tuple[float, ...]
@@ -169,8 +169,8 @@ def peak_bytes(work: Work, device: torch.device) -> int | None:
     """Most that is held above what is there before, less what the work returns; None on the CPU."""
     if device.type != "cuda":
         return None
-    work()  # what is kept for later is made now
-    gc.collect()  # nothing else is given back meanwhile
+    work()  # fills caches
+    gc.collect()  # nothing else is freed meanwhile
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -49,18 +49,17 @@ def judge(
     return Verdict(what, f"{value:.4g}{unit}", limits, word, advice)
 
 
-def rate_verdict(what: str, tflops: float, device: str, dtype: str, peak: Peak) -> Verdict:
+def rate_verdict(what: str, tflops: float, device: str, peak: Peak) -> Verdict:
     """On TFLOP/s: 150 and 100 on an A100 in half precision, elsewhere the same shares of the peak.
 
     Args:
         what: was computed.
         tflops: the rate.
         device: its name.
-        dtype: of the inputs.
-        peak: what the device does at best in this dtype.
+        peak: what the device does at best in the dtype of the inputs.
     """
     scale = 1.0
-    if _A100 not in device or dtype not in ("float16", "bfloat16"):
+    if _A100 not in device or peak.dtype not in ("float16", "bfloat16"):
         scale = peak.tflops / _A100_PEAK
     good, poor = (rate * scale for rate in _RATES)
     advice = "a larger batch, longer sequences, fp16 or bf16, or another kernel (`rfa compare`)"

@@ -10,7 +10,7 @@ from .bench import bench
 from .compare import compare
 from .diff import diff
 from .draw import draw
-from .info import info
+from .info import info, version_lines
 from .profile import profile
 from .replay import replay
 from .report import report
@@ -25,23 +25,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(cls=Command)(verify)
-app.command(cls=Command)(info)
-app.command(cls=Command)(draw)
-app.command(cls=Command)(tune)
-app.command(cls=Command)(replay)
-app.command(cls=Command)(bench)
-app.command(cls=Command)(compare)
-app.command(cls=Command)(ring)
-app.command(cls=Command)(profile)
-app.command(cls=Command)(diff)
-app.command(cls=Command)(report)
+for command in (
+    verify,
+    info,
+    draw,
+    tune,
+    replay,
+    bench,
+    compare,
+    ring,
+    profile,
+    diff,
+    report,
+):
+    app.command(cls=Command)(command)
 
 
 def _show_versions(wanted: bool) -> None:
     if wanted:
-        from .version import version_lines
-
         typer.echo("\n".join(version_lines()))
         raise typer.Exit
 

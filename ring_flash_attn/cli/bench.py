@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from ..bench.names import implementation_names
+from ..bench.cells import run_times
 from ..bench.results import BENCH, Results, Row, check_output
-from ..kernels.base import AUTO, NATIVE
-from .measuring import (
+from ..kernels.base import AUTO
+from . import options as o
+from .console import (
     ON_CPU,
-    Device,
-    JsonFile,
-    NoGrad,
-    Repeats,
+    make_table,
     mib,
     print_failures,
     repeats_on,
     running,
+    screen,
+    usage_errors,
     write,
 )
-from .screen import screen
-from .workloads import (
-    Batch,
-    Causal,
-    Dtype,
-    Headdim,
-    Nheads,
-    NheadsK,
-    Preset,
-    Seqlen,
-    Window,
-    differences,
-    make_workloads,
-    without_gradients,
-)
+from .workloads import differences, make_workloads, without_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -48,24 +31,22 @@ if TYPE_CHECKING:
     from ..bench.machine import Peak
     from ..bench.workload import Workload
 
-_NAMES = ", ".join((AUTO, NATIVE, *implementation_names()))
-
 
 def bench(
-    batch: Batch = None,
-    seqlen: Seqlen = None,
-    nheads: Nheads = None,
-    nheads_k: NheadsK = None,
-    headdim: Headdim = None,
-    causal: Causal = None,
-    window: Window = None,
-    dtype: Dtype = None,
-    preset: Preset = None,
-    kernel: Annotated[str, typer.Option(help=f"One of {_NAMES}.")] = AUTO,
-    repeats: Repeats = None,
-    no_grad: NoGrad = False,
-    device: Device = None,
-    json_file: JsonFile = None,
+    batch: o.Batch = None,
+    seqlen: o.Seqlen = None,
+    nheads: o.Nheads = None,
+    nheads_k: o.NheadsK = None,
+    headdim: o.Headdim = None,
+    causal: o.Causal = None,
+    window: o.Window = None,
+    dtype: o.Dtype = None,
+    preset: o.Preset = None,
+    kernel: o.Implementation = AUTO,
+    repeats: o.Repeats = None,
+    no_grad: o.NoGrad = False,
+    device: o.Device = None,
+    json_file: o.JsonFile = None,
 ) -> None:
     """Time attention on one device: forward, backward, and both.
 
@@ -81,52 +62,33 @@ def bench(
 
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
-    try:
+    with usage_errors():
         check_output(json_file)
         where = find_device(device, "a benchmark")
         workloads = make_workloads(preset, numbers, causal, window, dtype)
-        names = [_able(kernel, each, where) for each in workloads]
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
+        names = [_find_able(kernel, each, where) for each in workloads]
     console, rounds = screen(), repeats_on(where, repeats)
     grad = not without_gradients(preset, no_grad)
     rows: list[Row] = []
     peak = None
     try:
-        with running(console, "bench", len(workloads)) as (say, advance):
-            say("measuring the peak")
+        with running(console, "bench", len(workloads)) as (report, advance):
+            report("measuring the peak")
             peak = measure_peak(where, workloads[0].dtype)
             for name, each in zip(names, workloads, strict=True):
                 rows += measure(
-                    [name], each, where, kind=BENCH, repeats=rounds, grad=grad, report=say
+                    [name], each, where, kind=BENCH, repeats=rounds, grad=grad, report=report
                 )
                 advance()
-    finally:  # what is there is shown and written, even if the user has had enough
+    finally:  # after Ctrl-C, too: show and write what is there
         if rows:
-            peak_of = (peak, workloads[0].dtype)
-            found = make_results(rows, where, {"repeats": rounds}, peak_of)
-            _show(console, found, workloads, names, peak)
-            write(console, found, json_file)
+            results = make_results(rows, where, {"repeats": rounds}, peak)
+            _show(console, results, workloads, names, peak)
+            write(console, results, json_file)
     raise typer.Exit(int(all(row.failed is not None for row in rows)))
 
 
-def _show(
-    console: Console,
-    results: Results,
-    workloads: Sequence[Workload],
-    names: Sequence[str],
-    peak: Peak | None,
-) -> None:
-    device = str(results.machine["device"])
-    console.print(f"{', '.join(dict.fromkeys(names))} on {device}", markup=False)
-    console.print(_common(workloads), markup=False)
-    console.print(_table(results.rows, workloads, device, peak))
-    print_failures(console, results.rows)
-    for line in _notes(results, workloads[0].dtype, peak):
-        console.print(line, markup=False)
-
-
-def _able(name: str, workload: Workload, device: torch.device) -> str:
+def _find_able(name: str, workload: Workload, device: torch.device) -> str:
     """The name of the implementation; NotImplementedError with every reason if it cannot."""
     from ..bench.implementations import find_implementation
 
@@ -139,45 +101,47 @@ def _able(name: str, workload: Workload, device: torch.device) -> str:
     return found.name
 
 
-def _common(workloads: Sequence[Workload]) -> str:
-    return str(workloads[0]) if len(workloads) == 1 else f"{len(workloads)} workloads"
-
-
-def _table(
-    rows: Sequence[Row], workloads: Sequence[Workload], device: str, peak: Peak | None
-) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+def _show(
+    console: Console,
+    results: Results,
+    workloads: Sequence[Workload],
+    names: Sequence[str],
+    peak: Peak | None,
+) -> None:
+    console.print(f"{', '.join(dict.fromkeys(names))} on {results.device}", markup=False)
+    several = f"{len(workloads)} workloads"
+    console.print(str(workloads[0]) if len(workloads) == 1 else several, markup=False)
     varying = differences(workloads)
-    for name in varying:
-        table.add_column(name, justify="right")
-    table.add_column("pass")
     shares = () if peak is None else ("% of matmul", "verdict")
     times = ("min ms", "avg ms", "median ms", "max ms", "TFLOP/s peak", "avg")
-    for name in (*times, *shares, "MiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
+    table = make_table((*varying, "pass"), (*times, *shares, "MiB"))
+    for column in table.columns[: len(varying)]:
+        column.justify = "right"
+    for row in results.rows:
         values = (str(row.workload[name]) for name in varying)
-        table.add_row(*values, row.passes, *_cells(row, workloads[0].dtype, device, peak))
-    return table
+        table.add_row(*values, row.passes, *_cells(row, results.device, peak))
+    console.print(table)
+    print_failures(console, results.rows)
+    for line in _notes(results, peak):
+        console.print(line, markup=False)
 
 
-def _cells(row: Row, dtype: str, device: str, peak: Peak | None) -> list[str]:
+def _cells(row: Row, device: str, peak: Peak | None) -> list[str]:
     """Times, rates of the fastest run and on average, share of the peak, verdict, memory."""
     if row.failed is not None or row.ms is None or row.tflops is None:
         return ["[red]failed[/]"]
-    runs = row.samples_ms
-    times = (min(runs), statistics.fmean(runs), row.ms, max(runs))
-    work = row.tflops * row.ms
-    cells = [*(f"{each:.3f}" for each in times), *(f"{work / each:.4g}" for each in times[:2])]
+    times, work = run_times(row), row.tflops * row.ms
+    cells = [f"{ms:.3f}" for ms in times.values()]
+    cells += [f"{work / times[name]:.4g}" for name in ("min", "avg")]
     if peak is not None:
         from ..bench.verdicts import rate_verdict
 
-        verdict = rate_verdict(row.passes, row.tflops, device, dtype, peak)
+        verdict = rate_verdict(row.passes, row.tflops, device, peak)
         cells += [f"{100 * row.tflops / peak.tflops:.1f}", verdict.word]
     return [*cells, mib(row.peak_bytes)]
 
 
-def _notes(results: Results, dtype: str, peak: Peak | None) -> Iterator[str]:
+def _notes(results: Results, peak: Peak | None) -> Iterator[str]:
     """How to read it."""
     from ..bench.verdicts import machine_verdicts, rate_verdict
 
@@ -188,9 +152,9 @@ def _notes(results: Results, dtype: str, peak: Peak | None) -> Iterator[str]:
     if peak is not None:
         yield (
             f"% of matmul: the median run against {peak.tflops:.4g} TFLOP/s, measured here with a "
-            f"product of large matrices in {dtype}."
+            f"product of large matrices in {peak.dtype}."
         )
-        limits = rate_verdict("", 0.0, str(results.machine["device"]), dtype, peak).limits
+        limits = rate_verdict("", 0.0, results.device, peak).limits
         yield f"verdict, of the median run: {limits}."
     yield (
         "MiB: most memory above inputs, outputs and gradients (backward: with the forward pass); "

@@ -7,42 +7,28 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..bench.cells import MISSING, fastest, leanest, speed_up
 from ..bench.names import implementation_names
 from ..bench.results import COMPARE, FORWARD, Row, check_output
 from ..bench.versus import Limits, beside
 from ..kernels.base import NATIVE
-from .measuring import (
+from . import options as o
+from .console import (
     ON_CPU,
-    Device,
-    Graphs,
-    JsonFile,
-    NoGrad,
-    Repeats,
+    make_table,
     mib,
     print_failures,
     repeats_on,
     running,
+    screen,
+    usage_errors,
     write,
 )
-from .screen import screen
-from .versus import Gate, MaxMemory, MinSpeed, compared, find_limits, print_versus
-from .workloads import (
-    Batch,
-    Causal,
-    Dtype,
-    Headdim,
-    Nheads,
-    NheadsK,
-    Preset,
-    Seqlen,
-    Window,
-    make_workloads,
-    without_gradients,
-)
+from .versus import compared, find_limits, print_versus
+from .workloads import make_workloads, without_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -58,15 +44,15 @@ def compare(
         list[str] | None,
         typer.Argument(help=f"Only these of {', '.join(implementation_names())}; auto, native."),
     ] = None,
-    batch: Batch = None,
-    seqlen: Seqlen = None,
-    nheads: Nheads = None,
-    nheads_k: NheadsK = None,
-    headdim: Headdim = None,
-    causal: Causal = None,
-    window: Window = None,
-    dtype: Dtype = None,
-    preset: Preset = None,
+    batch: o.Batch = None,
+    seqlen: o.Seqlen = None,
+    nheads: o.Nheads = None,
+    nheads_k: o.NheadsK = None,
+    headdim: o.Headdim = None,
+    causal: o.Causal = None,
+    window: o.Window = None,
+    dtype: o.Dtype = None,
+    preset: o.Preset = None,
     versus: Annotated[
         str | None,
         typer.Option(
@@ -74,17 +60,17 @@ def compare(
             f"else {_BASE}, else the first that ran."
         ),
     ] = None,
-    gate: Gate = False,
-    min_speed: MinSpeed = None,
-    max_memory: MaxMemory = None,
+    gate: o.Gate = False,
+    min_speed: o.MinSpeed = None,
+    max_memory: o.MaxMemory = None,
     errors: Annotated[
         bool, typer.Option("--errors/--no-errors", help="Compare results with fp64.")
     ] = True,
-    repeats: Repeats = None,
-    graphs: Graphs = False,
-    no_grad: NoGrad = False,
-    device: Device = None,
-    json_file: JsonFile = None,
+    repeats: o.Repeats = None,
+    graphs: o.Graphs = False,
+    no_grad: o.NoGrad = False,
+    device: o.Device = None,
+    json_file: o.JsonFile = None,
 ) -> None:
     """Compare implementations on one device, in interleaved rounds of one run.
 
@@ -105,7 +91,7 @@ def compare(
     left_out = ""
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
-    try:
+    with usage_errors():
         check_output(json_file)
         where = find_device(device, "a comparison")
         check_graphs(graphs, where)
@@ -116,13 +102,11 @@ def compare(
                 names, left_out = _without_native(names or [], workloads[0], where)
                 versus = None if left_out else NATIVE
         limits = find_limits(gate, min_speed, max_memory, versus or "", where)
-        asked = [*(names or implementation_names()), *([versus] if versus else [])]
+        everyone = [*(names or implementation_names()), *([versus] if versus else [])]
         for each in workloads:
-            found = find_all(asked, each, where)
+            found = find_all(everyone, each, where)
             if limits is not None and versus is not None:
                 _check_gate(found, find_implementation(versus, each, where), each, where)
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
     console, rounds = screen(), repeats_on(where, repeats)
     grad = not without_gradients(preset, no_grad)
     rows: list[Row] = []
@@ -131,12 +115,12 @@ def compare(
         console.print(left_out, markup=False)
     console.print(f"On {device_name(where)}, {rounds} round{'s' * (rounds > 1)}.", markup=False)
     try:
-        with running(console, "compare", len(workloads)) as (say, advance):
-            say("measuring the peak")
-            peak = (measure_peak(where, workloads[0].dtype), workloads[0].dtype)
+        with running(console, "compare", len(workloads)) as (report, advance):
+            report("measuring the peak")
+            peak = measure_peak(where, workloads[0].dtype)
             for each in workloads:
                 measured = measure(
-                    asked,
+                    everyone,
                     each,
                     where,
                     kind=COMPARE,
@@ -144,18 +128,19 @@ def compare(
                     grad=grad,
                     errors=errors,
                     graphs=graphs,
-                    report=say,
+                    report=report,
                 )
                 base = find_implementation(versus, each, where).name if versus else None
                 if base is not None:
-                    measured = _beside(measured, base)
-                show(console, each, measured, base)
+                    bases = {row.passes: row for row in measured if row.implementation == base}
+                    measured = [beside(row, bases[row.passes]) for row in measured]
+                _show(console, each, measured, base)
                 if base is not None:
                     ran = [r for r in measured if r.failed is None or r.implementation == base]
                     passed &= _gated(console, measured if names else ran, base, limits)
                 rows += measured
                 advance()
-    finally:  # what is there is written, even if the user has had enough
+    finally:  # after Ctrl-C, too: write what is there
         if rows:
             settings = {"repeats": rounds, "graphs": graphs, **compared(versus, limits)}
             write(console, make_results(rows, where, settings, peak), json_file)
@@ -191,11 +176,6 @@ def _check_gate(
         raise ValueError(f"--versus {base.name}: nothing else is named to compare with it")
 
 
-def _beside(rows: Sequence[Row], versus: str) -> list[Row]:
-    bases = {row.passes: row for row in rows if row.implementation == versus}
-    return [beside(row, bases[row.passes]) for row in rows]
-
-
 def _gated(console: Console, rows: Sequence[Row], versus: str, limits: Limits | None) -> bool:
     """The table of kernels beside the baseline; whether the gate lets all of them through."""
     groups = [
@@ -207,7 +187,7 @@ def _gated(console: Console, rows: Sequence[Row], versus: str, limits: Limits | 
     return print_versus(console, groups, versus, labels, limits)
 
 
-def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str | None) -> None:
+def _show(console: Console, workload: Workload, rows: Sequence[Row], versus: str | None) -> None:
     """A table of those that ran, who was best, and why the others did not run."""
     from ..bench.measure import CANNOT
 
@@ -219,7 +199,7 @@ def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str 
         tried = [row for row in rows if not (row.failed or "").startswith(CANNOT)]
         console.print(_table(tried, base))
         console.print(f"speed-up: against {base}", markup=False)
-        for line in best(ran):
+        for line in _best(ran):
             console.print(line, markup=False)
     print_failures(console, rows)
 
@@ -227,34 +207,27 @@ def show(console: Console, workload: Workload, rows: Sequence[Row], versus: str 
 def _table(rows: Sequence[Row], versus: str) -> Table:
     """A row for each implementation that was tried; columns for each pass."""
     passes = list(dict.fromkeys(row.passes for row in rows))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("implementation", no_wrap=True)
-    for each in passes:
-        for column in (f"{each} ms", "TFLOP/s", "speed-up"):
-            table.add_column(column, justify="right", no_wrap=True)
     compared = any(row.errors for row in rows)
-    for column in ("MiB", *(("error of out", "of gradients") if compared else ())):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = [name for each in passes for name in (f"{each} ms", "TFLOP/s", "speed-up")]
+    errors = ("error of out", "of gradients") if compared else ()
+    table = make_table(("implementation",), (*columns, "MiB", *errors))
+    table.columns[0].no_wrap = True
     base = {row.passes: row.ms for row in rows if row.implementation == versus}
     for name in dict.fromkeys(row.implementation for row in rows):
         mine = {row.passes: row for row in rows if row.implementation == name}
-        failed = mine[passes[-1]].failed
-        if failed is not None:
-            what = "out of memory" if failed.startswith("out of memory") else "failed"
+        last = mine[passes[-1]]
+        if last.failed is not None:
+            what = "out of memory" if last.failed.startswith("out of memory") else "failed"
             table.add_row(name, f"[red]{what}[/]")
             continue
-        cells = [cell for each in passes for cell in _cells(mine[each], base.get(each))]
-        last = mine[passes[-1]]
+        cells = [
+            cell
+            for each in passes
+            for row in (mine[each],)
+            for cell in (f"{row.ms:.3f}", f"{row.tflops:.4g}", speed_up(row, base.get(each)))
+        ]
         table.add_row(name, *cells, mib(last.peak_bytes), *(_errors(last) if compared else ()))
     return table
-
-
-def _cells(row: Row, base: float | None) -> list[str]:
-    """Time, rate, and speed-up against the base if that ran."""
-    assert row.ms is not None
-    assert row.tflops is not None
-    speed = "n/a" if base is None else f"{base / row.ms:.2f}x"
-    return [f"{row.ms:.3f}", f"{row.tflops:.4g}", speed]
 
 
 def _errors(row: Row) -> list[str]:
@@ -267,18 +240,16 @@ def _errors(row: Row) -> list[str]:
 def _worst(values: Sequence[float]) -> str:
     """The largest; NaN is worse than any number."""
     if not values:
-        return "n/a"
+        return MISSING
     return "[bold red]nan[/]" if any(map(math.isnan, values)) else f"{max(values):.1e}"
 
 
-def best(rows: Sequence[Row]) -> Iterator[str]:
+def _best(rows: Sequence[Row]) -> Iterator[str]:
     """Who was the fastest in each pass, and who needed the least memory."""
     for each in dict.fromkeys(row.passes for row in rows):
-        timed = [row for row in rows if row.passes == each and row.ms is not None]
-        fastest = min(timed, key=lambda row: row.ms or 0.0)
-        yield f"fastest, {each}: {fastest.implementation} ({fastest.ms:.3f} ms)"
-    sizes = [row for row in rows if row.peak_bytes is not None and row.passes != FORWARD]
-    sizes = sizes or [row for row in rows if row.peak_bytes is not None]
-    if sizes:
-        leanest = min(sizes, key=lambda row: row.peak_bytes or 0)
-        yield f"leanest: {leanest.implementation} ({mib(leanest.peak_bytes)} MiB)"
+        first = fastest([row for row in rows if row.passes == each])
+        if first is not None:
+            yield f"fastest, {each}: {first.implementation} ({first.ms:.3f} ms)"
+    lean = leanest([row for row in rows if row.passes != FORWARD]) or leanest(rows)
+    if lean is not None:
+        yield f"leanest: {lean.implementation} ({mib(lean.peak_bytes)} MiB)"

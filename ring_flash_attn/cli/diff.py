@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench.diff import BAD, Change, Verdict, compare
+from ..bench.cells import cell
+from ..bench.diff import BAD, Change, Move, compare
 from ..bench.results import Results, Row, check_output, load
-from .measuring import write_json
-from .screen import screen
+from . import options as o
+from .console import make_table, screen, usage_errors, write_json
 
 _NOISY_CODE = 3
 _STYLES = {
     **dict.fromkeys(BAD, "bold red"),
-    Verdict.MISSING: "yellow",
-    Verdict.NOISY: "yellow",
-    Verdict.NEW: "yellow",
-    Verdict.FASTER: "green",
-    Verdict.WORKS: "green",
-    Verdict.SAME: "",
+    Move.MISSING: "yellow",
+    Move.NOISY: "yellow",
+    Move.NEW: "yellow",
+    Move.FASTER: "green",
+    Move.WORKS: "green",
+    Move.SAME: "",
 }
 
 
@@ -48,9 +48,7 @@ def diff(
     show_same: Annotated[
         bool, typer.Option("--all", help="Show rows that did not move as well.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write every row's change to this file.")
-    ] = None,
+    json_file: o.JsonFile = None,
 ) -> None:
     """Compare two files of results, row by row.
 
@@ -68,28 +66,26 @@ def diff(
     rfa bench --preset llama3-8b --json after.json
     rfa diff before.json after.json --fail-above 3% --fail-on-noisy
     """
-    try:
+    with usage_errors():
         check_output(json_file)
         limit = _percent(fail_above)
         old, new = load(before), load(after)
         changes = compare(old, new, limit)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     console = screen()
     for line in _differences(old, new):
         console.print(f"[yellow]{escape(line)}[/]")
-    shown = [each for each in changes if show_same or each.verdict is not Verdict.SAME]
+    shown = [each for each in changes if show_same or each.verdict is not Move.SAME]
     if shown:
         console.print(_table(shown))
     console.print(_summary(changes))
     write_json(console, [_plain(each) for each in changes], json_file)
-    bad = {*BAD, Verdict.MISSING} if require_all else {*BAD}
+    bad = {*BAD, Move.MISSING} if require_all else {*BAD}
     found = {each.verdict for each in changes}
-    if Verdict.NOISY in found:
+    if Move.NOISY in found:
         console.print("too noisy to tell: measure again with more --repeats", markup=False)
     if found & bad:
         raise typer.Exit(1)
-    raise typer.Exit(_NOISY_CODE if fail_on_noisy and Verdict.NOISY in found else 0)
+    raise typer.Exit(_NOISY_CODE if fail_on_noisy and Move.NOISY in found else 0)
 
 
 def _percent(text: str) -> float:
@@ -104,46 +100,37 @@ def _percent(text: str) -> float:
 
 def _differences(old: Results, new: Results) -> Iterator[str]:
     """What makes the comparison doubtful."""
-    devices = [each.machine.get("device") for each in (old, new)]
-    if devices[0] != devices[1]:
-        yield f"not the same device: {devices[0]}, {devices[1]}"
+    if old.device != new.device:
+        yield f"not the same device: {old.device}, {new.device}"
     for name in old.versions:
         if name in new.versions and old.versions[name] != new.versions[name]:
             yield f"not the same {name}: {old.versions[name]}, {new.versions[name]}"
 
 
 def _table(changes: Sequence[Change]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("what", overflow="fold")
-    for name in ("A ms", "B ms", "change", "interval", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table(("what",), ("A ms", "B ms", "change", "interval", "memory"))
     table.add_column("", no_wrap=True)
     for each in changes:
-        style = _STYLES[each.verdict]
-        verdict = f"[{style}]{each.verdict.value}[/]" if style else each.verdict.value
-        table.add_row(escape(describe(each.row)), *_cells(each), verdict)
+        table.add_row(escape(_describe(each.row)), *_cells(each), _styled(each.verdict))
     return table
 
 
-def _cells(change: Change) -> list[str]:
-    times = ["" if time is None else f"{time:.3f}" for time in (change.before, change.after)]
-    moves = [
-        "" if value is None else f"{value:+.1f} %"
-        for value in (change.percent, change.memory_percent)
-    ]
-    return [*times, moves[0], _interval(change), moves[1]]
+def _cells(change: Change) -> Iterator[str]:
+    """Times, change, interval and memory; empty where there is none."""
+    yield cell(change.before, missing="")
+    yield cell(change.after, missing="")
+    yield cell(change.percent, "+.1f", "", " %")
+    known = "" if change.percent is None else "unknown"
+    yield known if change.interval is None else "{:+.1f} to {:+.1f} %".format(*change.interval)
+    yield cell(change.memory_percent, "+.1f", "", " %")
 
 
-def _interval(change: Change) -> str:
-    if change.percent is None:
-        return ""
-    if change.interval is None:
-        return "unknown"
-    low, high = change.interval
-    return f"{low:+.1f} to {high:+.1f} %"
+def _styled(verdict: Move, count: str = "") -> str:
+    text, style = f"{count}{verdict.value}", _STYLES[verdict]
+    return f"[{style}]{text}[/]" if style else text
 
 
-def describe(row: Row) -> str:
+def _describe(row: Row) -> str:
     """Its key in words."""
     work = row.workload
     heads = f"{work.get('nheads')}/{work.get('nheads_k')}"
@@ -157,14 +144,8 @@ def describe(row: Row) -> str:
 
 
 def _summary(changes: Sequence[Change]) -> str:
-    counts = {verdict: sum(each.verdict is verdict for each in changes) for verdict in Verdict}
-    parts = [
-        f"[{_STYLES[verdict]}]{count} {verdict.value}[/]"
-        if _STYLES[verdict]
-        else f"{count} {verdict.value}"
-        for verdict, count in counts.items()
-        if count
-    ]
+    counts = {verdict: sum(each.verdict is verdict for each in changes) for verdict in Move}
+    parts = [_styled(verdict, f"{count} ") for verdict, count in counts.items() if count]
     return f"{len(changes)} rows: {', '.join(parts)}"
 
 

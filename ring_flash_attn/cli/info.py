@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated
+import platform
+import runpy
+from importlib.metadata import PackageNotFoundError, distribution, version
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -11,12 +13,55 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.results import check_output
+from ..bench.workload import Workload
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
-from ..plan.tiles import Mask
-from .measuring import JsonFile, write_json
+from . import options as o
+from .console import usage_errors, write_json
 
 
-def tuned() -> str:
+def info(
+    device: o.Device = None,
+    dtype: o.OneDtype = "bfloat16",
+    headdim: Annotated[int, typer.Option(min=1, help="Head dimension.")] = 128,
+    json_file: o.JsonFile = None,
+) -> None:
+    """Show versions, devices, and which kernels can run here.
+
+    \b
+    rfa info
+    rfa info --dtype float32 --headdim 256 --json info.json
+    """
+    from ..bench.inputs import call_of
+    from ..bench.machine import devices, find_device, variables, versions
+
+    with usage_errors():
+        check_output(json_file)
+        where = find_device(device, "a kernel")
+    call = call_of(Workload(headdim=headdim, causal=True, dtype=dtype), where)
+    reasons = {name: why_not(name, call) for name in candidates(AUTO, call)}
+    able = [name for name, why in reasons.items() if not why]
+    picks = {
+        choice: next((name for name in able if name in candidates(choice, call)), None)
+        for choice in (AUTO, NATIVE)
+    }
+    facts: dict[str, Any] = {"versions": versions(), "devices": devices(), "variables": variables()}
+    shown = {
+        name: values if isinstance(values, list) else [f"{a} {b}" for a, b in values.items()]
+        for name, values in facts.items()
+    }
+    console = Console(highlight=False)
+    console.print(_facts({**shown, "block sizes": [_tuned()]}))
+    console.print(
+        f"Kernels for a causal call in {dtype}, headdim {headdim}, on {device or where.type}:"
+    )
+    console.print(_kernels(reasons))
+    for choice, first in picks.items():
+        console.print(f"{choice} picks: [bold]{first or 'nothing'}[/]")
+    console.print(f"triton has: {_triton_kernels(call)}", markup=False, soft_wrap=True)
+    write_json(console, {**facts, "why_not": reasons, "picks": picks}, json_file)
+
+
+def _tuned() -> str:
     """Which file the Triton kernel's block sizes come from, in words."""
     if isinstance(load_kernel("triton"), str):
         return "no triton here"
@@ -33,7 +78,7 @@ def tuned() -> str:
     return "\n".join([str(path), *lines])
 
 
-def triton_kernels(call: Call) -> str:
+def _triton_kernels(call: Call) -> str:
     """Which kernels the Triton kernel consists of, in words."""
     if isinstance(load_kernel("triton"), str):
         return "no triton here"
@@ -45,103 +90,11 @@ def triton_kernels(call: Call) -> str:
     return f"portable kernels, not those for Hopper ({'; '.join(reasons)})"
 
 
-def default_device() -> str:
-    """ "cuda" where there is a GPU."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def plain_call(device: str, dtype: str, headdim: int) -> Call:
-    """A causal call without any feature."""
-    import torch
-
-    from ..bench.workload import find_dtype
-
-    return Call(
-        device=torch.device(device),
-        dtype=find_dtype(dtype),
-        nheads=8,
-        nheads_k=8,
-        headdim=headdim,
-        headdim_v=headdim,
-        softmax_scale=headdim**-0.5,
-        mask=Mask.of(causal=True),
-    )
-
-
-def kernel_reasons(device: str, dtype: str, headdim: int) -> dict[str, list[str]]:
-    """Each kernel's reasons why it cannot do a plain causal call, in the order of `auto`."""
-    call = plain_call(device, dtype, headdim)
-    return {name: why_not(name, call) for name in candidates(AUTO, call)}
-
-
-def info(
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU.")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Of the call that kernels are asked about.")
-    ] = "bfloat16",
-    headdim: Annotated[int, typer.Option(min=1, help="Of that call.")] = 128,
-    json_file: JsonFile = None,
-) -> None:
-    """Show versions, devices, and which kernels can run here.
-
-    \b
-    rfa info
-    rfa info --dtype float32 --headdim 256 --json info.json
-    """
-    from ..bench.machine import devices, find_device, variables, versions
-
-    device = device or default_device()
-    try:
-        check_output(json_file)
-        find_device(device, "a kernel")
-        reasons = kernel_reasons(device, dtype, headdim)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    console = Console(highlight=False)
-    console.print(_facts())
-    console.print(f"Kernels for a causal call in {dtype}, headdim {headdim}, on {device}:")
-    console.print(_kernels(reasons))
-    picks = _picks(reasons, plain_call(device, dtype, headdim))
-    for choice, first in picks.items():
-        console.print(f"{choice} picks: [bold]{first or 'nothing'}[/]")
-    console.print(
-        f"triton has: {triton_kernels(plain_call(device, dtype, headdim))}",
-        markup=False,
-        soft_wrap=True,
-    )
-    facts = {"versions": versions(), "devices": devices(), "variables": variables()}
-    write_json(console, {**facts, "why_not": reasons, "picks": picks}, json_file)
-
-
-def _picks(reasons: dict[str, list[str]], call: Call) -> dict[str, str | None]:
-    """What `auto` and `native` choose for the call; None if there is nothing."""
-    able = [name for name, why in reasons.items() if not why]
-    return {
-        choice: next((name for name in able if name in candidates(choice, call)), None)
-        for choice in (AUTO, NATIVE)
-    }
-
-
-def _facts() -> Table:
-    from ..bench.machine import devices, variables, versions
-
+def _facts(facts: dict[str, list[str]]) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for title, rows in (
-        ("versions", _pairs(versions())),
-        ("devices", iter(devices())),
-        ("variables", _pairs(variables())),
-        ("block sizes", iter([tuned()])),
-    ):
-        table.add_row(f"[bold]{title}[/]", "\n".join(rows) or "none set")
+    for title, lines in facts.items():
+        table.add_row(f"[bold]{title}[/]", "\n".join(lines) or "none set")
     return table
-
-
-def _pairs(values: dict[str, str]) -> Iterator[str]:
-    return (f"{name} {value}" for name, value in values.items())
 
 
 def _kernels(reasons: dict[str, list[str]]) -> Table:
@@ -151,3 +104,28 @@ def _kernels(reasons: dict[str, list[str]]) -> Table:
     for name, why in reasons.items():
         table.add_row(name, "[red]no[/]" if why else "[green]yes[/]", "\n".join(why))
     return table
+
+
+# `rfa --version`: from the metadata of what is installed, without importing torch.
+
+
+def version_lines() -> list[str]:
+    """This library, and what it runs on."""
+    lines = []
+    for package in ("ring-flash-attn", "torch", "triton"):
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"{package}: not installed")
+    return [*lines, _cuda(), f"Python {platform.python_version()}"]
+
+
+def _cuda() -> str:
+    """The CUDA (or ROCm) that torch was built for."""
+    try:
+        built = runpy.run_path(str(distribution("torch").locate_file("torch/version.py")))
+    except (PackageNotFoundError, OSError):
+        return "CUDA: unknown"
+    if built.get("hip"):
+        return f"ROCm {built['hip']}"
+    return f"CUDA {built['cuda']}" if built.get("cuda") else "CUDA: none, this torch is for the CPU"

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..bench.link import LINKS, NONE
+from ..bench.names import implementation_names
 from ..bench.workload import PRESETS
 from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..plan import routes as _routes  # registers them
@@ -17,6 +18,8 @@ from ..plan.layout import layout_names
 del _routes
 
 _KERNELS = ", ".join((AUTO, NATIVE, *kernel_names()))
+_IMPLEMENTATIONS = ", ".join((AUTO, NATIVE, *implementation_names()))
+_DTYPE = "Of q, k and v: bf16, fp16, fp32, fp64."
 _LAYOUTS, _ROUTES = ", ".join(layout_names()), ", ".join(route_names())
 
 # What is computed; lists of numbers make a sweep.
@@ -28,10 +31,14 @@ Headdim = Annotated[str | None, typer.Option(help="Head dimension; or several.")
 Causal = Annotated[
     bool | None, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
 ]
+IsCausal = Annotated[
+    bool, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
+]
 Window = Annotated[
     str | None, typer.Option(help="Keys that a query sees to the left and right: 1024,0; -1: all.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="Of q, k and v: bf16, fp16, fp32, fp64.")]
+Dtype = Annotated[str | None, typer.Option(help=_DTYPE)]
+OneDtype = Annotated[str, typer.Option(help=_DTYPE)]
 Preset = Annotated[
     str | None,
     typer.Option(help=f"Start from one of {', '.join(PRESETS)}; other options change it."),
@@ -45,9 +52,12 @@ CuSeqlens = Annotated[
 WorldSize = Annotated[int, typer.Option(min=1, help="Number of ranks.")]
 Layout = Annotated[str, typer.Option(help=f"One of {_LAYOUTS}.")]
 Layouts = Annotated[list[str] | None, typer.Option("--layout", help=f"Only these: {_LAYOUTS}.")]
+RankLayout = Annotated[str | None, typer.Option(help=f"Of ranks: {_LAYOUTS}; default zigzag.")]
+RankRoute = Annotated[str | None, typer.Option(help=f"Of ranks: {_ROUTES}; default ring.")]
 Route = Annotated[str, typer.Option(help=f"One of {_ROUTES}.")]
 Routes = Annotated[list[str] | None, typer.Option("--route", help=f"Only these: {_ROUTES}.")]
 Kernel = Annotated[str, typer.Option(help=f"One of {_KERNELS}.")]
+Implementation = Annotated[str, typer.Option("--kernel", help=f"One of {_IMPLEMENTATIONS}.")]
 Kernels = Annotated[list[str] | None, typer.Option("--kernel", help=f"Each of these: {_KERNELS}.")]
 HeadsKStride = Annotated[
     int | None, typer.Option(min=1, help="KV heads that travel together (all_gather); all.")

@@ -7,32 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..bench.link import LINKS, NONE
 from ..bench.results import check_output
-from ..kernels.base import AUTO, NATIVE, kernel_names
-from ..plan import routes as _routes  # registers them
-from ..plan.build import route_names
-from ..plan.layout import layout_names
-from .measuring import ON_CPU, Device, JsonFile, NoGrad, Repeats, repeats_on, write
-from .screen import screen, status
-from .workloads import (
-    Batch,
-    Causal,
-    Dtype,
-    Headdim,
-    Nheads,
-    NheadsK,
-    Preset,
-    Seqlen,
-    Window,
-    make_workloads,
-    without_gradients,
-)
+from ..kernels.base import AUTO
+from . import options as o
+from .console import ON_CPU, repeats_on, screen, status, usage_errors, write
+from .workloads import make_workloads, without_gradients
 
 if TYPE_CHECKING:
     from ..bench.workload import Workload
-
-del _routes
 
 
 def profile(
@@ -42,38 +24,29 @@ def profile(
     force: Annotated[
         bool, typer.Option("--force", help="Replace an earlier profile in the folder.")
     ] = False,
-    batch: Batch = None,
-    seqlen: Seqlen = None,
-    nheads: Nheads = None,
-    nheads_k: NheadsK = None,
-    headdim: Headdim = None,
-    causal: Causal = None,
-    window: Window = None,
-    dtype: Dtype = None,
-    preset: Preset = None,
-    kernel: Annotated[
-        str, typer.Option(help=f"One of {', '.join((AUTO, NATIVE, *kernel_names()))}.")
-    ] = AUTO,
+    batch: o.Batch = None,
+    seqlen: o.Seqlen = None,
+    nheads: o.Nheads = None,
+    nheads_k: o.NheadsK = None,
+    headdim: o.Headdim = None,
+    causal: o.Causal = None,
+    window: o.Window = None,
+    dtype: o.Dtype = None,
+    preset: o.Preset = None,
+    kernel: o.Kernel = AUTO,
     world_size: Annotated[
         int, typer.Option(min=1, help="More than 1: a rank of so many, replayed on this device.")
     ] = 1,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Which rank; by default the one with most to do.")
     ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help=f"Of ranks: {', '.join(layout_names())}; default zigzag.")
-    ] = None,
-    route: Annotated[
-        str | None, typer.Option(help=f"Of ranks: {', '.join(route_names())}; default ring.")
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(help=f"Emulated: {', '.join(LINKS)}; default {NONE}: communication removed."),
-    ] = None,
-    repeats: Repeats = None,
-    no_grad: NoGrad = False,
-    device: Device = None,
-    json_file: JsonFile = None,
+    layout: o.RankLayout = None,
+    route: o.RankRoute = None,
+    link: o.LinkName = None,
+    repeats: o.Repeats = None,
+    no_grad: o.NoGrad = False,
+    device: o.Device = None,
+    json_file: o.JsonFile = None,
 ) -> None:
     """Find out what is slow and why; the folder's SUMMARY.md is where to begin.
 
@@ -87,16 +60,16 @@ def profile(
     rfa profile --preset llama3-8b --world-size 8 --layout zigzag --route ring --link nvlink4
     rfa profile --seqlen 128 --device cpu --no-grad
     """
-    from ..bench.machine import command, find_device
+    from ..bench.machine import find_device
     from ..bench.profile.findings import find, verdicts
     from ..bench.profile.parts import SUMMARY, prepare_folder
-    from ..bench.profile.run import Context, results
     from ..bench.profile.run import profile as run_profile
+    from ..bench.profile.run import results
     from ..bench.profile.subject import make_subject
 
     numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
     numbers |= {"nheads": nheads, "nheads_k": nheads_k}
-    try:
+    with usage_errors():
         check_output(json_file)
         where = find_device(device, "a profile")
         workload = _single(make_workloads(preset, numbers, causal, window, dtype))
@@ -112,24 +85,20 @@ def profile(
             link=link,
         )
         prepare_folder(output, force)
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
-    console, typed = screen(), command()
+    console, rounds = screen(), repeats_on(where, repeats)
     with status(console, f"profiling {subject}") as report:
-        facts = run_profile(subject, Context(output, repeats_on(where, repeats), typed, report))
+        facts = run_profile(subject, output, rounds, report)
     console.print(f"{subject}: {workload}", markup=False)
     for number, finding in enumerate(find(facts), 1):
-        advice = f" Try: {finding.advice}." if finding.advice else ""
-        console.print(f"{number}. {finding.says}{advice}", markup=False)
+        console.print(f"{number}. {finding}", markup=False)
     for verdict in verdicts(facts):
         console.print(str(verdict), markup=False)
-    for part in facts.parts:
-        if part.missing is not None:
-            console.print(f"no {part.name}: {part.missing}", markup=False)
+    for name, why in facts.missing.items():
+        console.print(f"no {name}: {why}", markup=False)
     if facts.on_cpu:
         console.print(ON_CPU, markup=False)
     console.print(f"wrote {output / SUMMARY}: start there", markup=False, soft_wrap=True)
-    write(console, results(facts, typed), json_file)
+    write(console, results(facts), json_file)
 
 
 def _single(workloads: list[Workload]) -> Workload:

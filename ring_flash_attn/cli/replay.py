@@ -11,14 +11,14 @@ import typer
 from rich import box
 from rich.table import Table
 
+from ..bench.cells import ON_CPU
 from ..bench.link import NONE, find_link
 from ..bench.replays.results import Design, Measured, RankResult, Replay, replay_rows
 from ..bench.results import check_output
 from ..bench.workload import BACKWARD, BOTH, FORWARD
 from ..kernels.base import AUTO, LIBRARIES
 from . import options
-from .measuring import ON_CPU, write
-from .screen import screen, status
+from .console import screen, status, write
 
 _MIB = 2**20
 

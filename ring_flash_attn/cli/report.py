@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from ..bench.results import check_output
-from .screen import screen, status
+from . import options as o
+from .console import screen, status
 
 
 def report(
@@ -18,9 +19,7 @@ def report(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Of the page.")] = "ring_flash_attn: results",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the page's data to this file.")
-    ] = None,
+    json_file: o.JsonFile = None,
 ) -> None:
     """Make one HTML page of files of results: charts, filters, schedules, and the table.
 
@@ -31,7 +30,7 @@ def report(
     rfa verify --json verify.json; rfa report verify.json --title "Is it right?"
     """
     from ..report.page import json_for_script, make_page, page_data, plotly_script
-    from ..report.sources import read
+    from ..report.records import read
 
     console = screen()
     try:

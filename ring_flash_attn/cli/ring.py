@@ -11,9 +11,8 @@ from ..bench.results import check_output
 from ..bench.workload import Placement, Workload, lengths_of
 from ..kernels.base import AUTO
 from . import options
+from .console import screen, status, write
 from .groups import check_backend, check_no_group, check_stream, check_timeout, check_world_size
-from .measuring import write
-from .screen import screen, status
 from .versus import compared, find_limits, find_versus
 from .workloads import parse_offsets
 

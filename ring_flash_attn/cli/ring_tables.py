@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from rich.console import Console
 from rich.markup import escape
 
+from ..bench.cells import ON_CPU
 from ..bench.machine import device_name
 from ..bench.ranks import Rows, Settings
 from ..bench.results import FORWARD, Row
 from ..bench.versus import Limits
 from ..comm import launch
-from .measuring import ON_CPU
-from .versus import FAILED, gigabytes, make_table, print_versus
+from .console import make_table
+from .versus import FAILED, gigabytes, print_versus
 
 _COLUMNS = ("theoretic iter/s", "iter/s", "ms", "eff. %", "GB")
 _LABELS = {
@@ -117,7 +118,7 @@ def _rounds(settings: Settings) -> str:
 
 def _print_table(console: Console, rows: list[Row], passes: str) -> None:
     title = "forward" if passes == FORWARD else "forward and backward"
-    table = make_table(title, _LABELS, _COLUMNS)
+    table = make_table(_LABELS, _COLUMNS, title)
     best = max((row.values["efficiency_percent"] for row in rows if row.values), default=None)
     for row in rows:
         table.add_row(*(label(row) for label in _LABELS.values()), *_cells(row, best))

@@ -12,9 +12,8 @@ from rich.table import Table
 
 from ..bench.results import check_output
 from ..kernels.base import why_not
-from .info import plain_call
-from .measuring import JsonFile, write_json
-from .screen import screen
+from . import options as o
+from .console import screen, usage_errors, write_json
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Choice
@@ -24,15 +23,13 @@ def tune(
     headdim: Annotated[
         list[int] | None, typer.Option(min=1, help="Each of these; by default 64 and 128.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: o.OneDtype = "bfloat16",
     seqlen: Annotated[int, typer.Option(min=1, help="Tokens of the calls.")] = 8192,
-    causal: Annotated[
-        bool, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
-    ] = True,
+    causal: o.IsCausal = True,
     output: Annotated[
         Path | None, typer.Option(help="The file; by default the one that the library reads.")
     ] = None,
-    json_file: JsonFile = None,
+    json_file: o.JsonFile = None,
 ) -> None:
     """Time block sizes of the Triton kernel on this GPU, once; later runs use the best ones.
 
@@ -50,12 +47,10 @@ def tune(
     from ..bench.workload import find_dtype
 
     headdims = headdim or [64, 128]
-    try:
+    with usage_errors():
         _check(headdims, dtype)
         path = _output(output)
         check_output(json_file)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     from ..kernels.triton import config, tuning
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -87,10 +82,14 @@ def _check(headdims: list[int], dtype: str) -> None:
     """ValueError where there is nothing to time."""
     import torch
 
+    from ..bench.inputs import call_of
+    from ..bench.workload import Workload
+
     if not torch.cuda.is_available():
         raise ValueError("rfa tune times kernels on a GPU, and there is none that torch can use")
     for each in headdims:
-        reasons = why_not("triton", plain_call("cuda", dtype, each))
+        workload = Workload(headdim=each, causal=True, dtype=dtype)
+        reasons = why_not("triton", call_of(workload, torch.device("cuda")))
         if reasons:
             raise ValueError(f"headdim {each}: {'; '.join(reasons)}")
     from ..kernels.triton.config import limit_of
@@ -139,8 +138,8 @@ def _table(choices: Mapping[str, Choice]) -> Table:
     for column in ("ms before", "ms after"):
         table.add_column(column, justify="right")
     for name, choice in choices.items():
-        kept = choice.chosen == choice.default
-        chosen = "the default" if kept else f"[green]{choice.chosen}[/]"
+        same = choice.chosen == choice.default
+        chosen = "the default" if same else f"[green]{choice.chosen}[/]"
         times = (f"{time:.4f}" for time in (choice.before, choice.after))
         table.add_row(name, str(choice.default), chosen, *times)
     return table

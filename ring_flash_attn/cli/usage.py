@@ -93,8 +93,8 @@ class Command(TyperCommand):
             kind = _CHOICES.get(f"{self.name} {param.name}") or _CHOICES.get(param.name or "")
             if kind is not None and not ctx.resilient_parsing:
                 what, choices = kind
-                given = ctx.params[param.name]
-                for value in given if isinstance(given, (list, tuple)) else (given,):
+                values = ctx.params[param.name]
+                for value in values if isinstance(values, (list, tuple)) else (values,):
                     if value is not None and value not in choices():
                         message = f"unknown {what} {value!r}; choose one of {', '.join(choices())}"
                         raise typer.BadParameter(message, ctx, param)
@@ -111,7 +111,7 @@ class Command(TyperCommand):
             return super().invoke(ctx)
         except typer.BadParameter as error:
             options = {p.name or "": p.opts[0] for p in self.params if p.opts[0].startswith("--")}
-            given = ((option, ctx.params.get(name)) for name, option in options.items())
-            files = {str(value): option for option, value in given if isinstance(value, Path)}
+            values = ((option, ctx.params.get(name)) for name, option in options.items())
+            files = {str(value): option for option, value in values if isinstance(value, Path)}
             error.message = as_options(error.message, options, files)
             raise

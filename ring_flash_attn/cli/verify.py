@@ -12,10 +12,9 @@ from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..kernels.base import AUTO
 from ..verify.catalogue import BASE, FEATURES, Choice, make_calls
+from .console import running, screen, write
 from .groups import check_backend, check_no_group, check_timeout, check_world_size
-from .measuring import running, write
 from .options import Backend, Device, JsonFile, Kernels, Layouts, Routes, Timeout, Versus
-from .screen import screen
 from .versus import find_versus
 
 _RANKS, _TIMEOUT = 4, 300.0

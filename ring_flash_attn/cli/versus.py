@@ -6,17 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ..bench.results import Row
 from ..bench.versus import MEMORY, SPEED, THEORY, Limits, misses
 from ..kernels.base import NATIVE
-from .options import Gate as Gate
-from .options import MaxMemory as MaxMemory
-from .options import MinSpeed as MinSpeed
-from .options import Versus as Versus
+from .console import make_table
 
 if TYPE_CHECKING:
     import torch
@@ -63,16 +58,6 @@ def compared(versus: str | None, limits: Limits | None) -> dict[str, Any]:
     return {**({"versus": versus} if versus else {}), **(asdict(limits) if limits else {})}
 
 
-def make_table(title: str, labels: Iterable[str], numbers: Iterable[str]) -> Table:
-    """Columns of words, then columns of numbers."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for name in labels:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def gigabytes(row: Row) -> str:
     """Peak memory in a table."""
     return "n/a" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.3f}"
@@ -98,7 +83,7 @@ def print_versus(
     shares = {THEORY: "rel. eff. %"} if ranks else {}
     shares |= {SPEED: f"vs {versus} %", MEMORY: "memory %"}
     columns = ("passes", "iter/s", "s", "GB", *shares.values())
-    table = make_table(f"versus {versus}", labels, columns)
+    table = make_table(labels, columns, f"versus {versus}")
     if limits is not None:
         table.add_column("gate")
     complaints = []

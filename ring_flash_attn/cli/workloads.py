@@ -1,35 +1,16 @@
-"""Options that describe a workload, or several: presets, single values, and lists of them."""
+"""From options to workloads: presets, single values, lists of them, windows and documents."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from ..bench.workload import FORWARD_ONLY, PRESETS, Workload
 
 _INTEGERS = ("batch", "seqlen", "nheads", "nheads_k", "headdim")
 _MOST = 1000  # workloads of one command
-
-Batch = Annotated[str | None, typer.Option(help="Sequences; one number, or several: 1,2,4.")]
-Seqlen = Annotated[str | None, typer.Option(help="Tokens of each; or several: 512,1024,2048.")]
-Nheads = Annotated[str | None, typer.Option(help="Query heads; or several.")]
-NheadsK = Annotated[str | None, typer.Option(help="KV heads; by default as many; or several.")]
-Headdim = Annotated[str | None, typer.Option(help="Head dimension; or several.")]
-Causal = Annotated[
-    bool | None, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
-]
-Window = Annotated[
-    str | None, typer.Option(help="Keys that a query sees to the left and right: 1024,0; -1: all.")
-]
-Dtype = Annotated[str | None, typer.Option(help="Of q, k and v: bf16, fp16, fp32, fp64.")]
-Preset = Annotated[
-    str | None,
-    typer.Option(help=f"Start from one of {', '.join(PRESETS)}; other options change it."),
-]
 
 
 def make_workloads(
@@ -51,18 +32,15 @@ def make_workloads(
     """
     if preset not in (None, *PRESETS):
         raise ValueError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
-    start = Workload() if preset is None else PRESETS[preset]
-    if causal is not None:
-        start = replace(start, causal=causal)
-    if window is not None:
-        start = replace(start, window=_window(window))
-    if dtype is not None:
-        start = replace(start, dtype=dtype)
-    asked = {name: text for name in _INTEGERS if (text := numbers.get(name)) is not None}
-    given = {name: _numbers(name, text) for name, text in asked.items()}
-    chosen = [dict(zip(given, values, strict=True)) for values in product(*given.values())]
+    sides = None if window is None else parse_window(window)
+    single = {"causal": causal, "window": sides, "dtype": dtype}
+    changes: dict[str, Any] = {name: each for name, each in single.items() if each is not None}
+    start = replace(Workload() if preset is None else PRESETS[preset], **changes)
+    texts = {name: text for name in _INTEGERS if (text := numbers.get(name)) is not None}
+    lists = {name: _numbers(name, text) for name, text in texts.items()}
+    chosen = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
     if len(chosen) > _MOST:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in lists)
         raise ValueError(f"{options}: {len(chosen)} combinations; at most {_MOST} at a time")
     return [_changed(start, each) for each in chosen]
 
@@ -97,11 +75,14 @@ def _numbers(name: str, text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _window(text: str) -> tuple[int, int]:
+def parse_window(text: str) -> tuple[int, int]:
+    """Of --window."""
     try:
         left, right = (int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"--window must be two numbers, as 1024,0; not {text!r}") from None
+    if min(left, right) < -1:
+        raise ValueError(f"--window {left},{right}: sides are -1 (all keys) or more")
     return left, right
 
 

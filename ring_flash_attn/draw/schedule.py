@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from ..plan.build import make_plan
 from ..plan.problem import Problem
 from ..plan.steps import Payload, Plan, Side, Transfer
+from ..plan.tiles import Tile
 
 LONGER = 64  # factor from the tokens of a small picture to those of a sequence worth spreading
 
@@ -50,21 +52,31 @@ class Patch:
     solid: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
-    """All turns of a problem on a route.
+    """What all ranks do with a problem on a route.
 
     Attributes:
         route: its name.
         problem: what is computed.
         backward: whether this is the backward pass.
-        turns: by step, then by rank.
     """
 
     route: str
     problem: Problem
-    backward: bool
-    turns: tuple[tuple[Turn, ...], ...]
+    backward: bool = False
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of each rank."""
+        ranks = range(self.problem.world_size)
+        return tuple(make_plan(self.route, self.problem, rank, self.backward) for rank in ranks)
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Turn, ...], ...]:
+        """By step, then by rank."""
+        steps = range(len(self.plans[0].steps))
+        return tuple(tuple(self._turn(plan, step) for plan in self.plans) for step in steps)
 
     @property
     def world_size(self) -> int:
@@ -95,12 +107,29 @@ class Schedule:
         """The schedule of documents that are `LONGER` times as long."""
         lengths = tuple(LONGER * length for length in self.problem.lengths_k)
         large = replace(self.problem, lengths_q=lengths, lengths_k=lengths)
-        return make_schedule(self.route, large, self.backward)
+        return replace(self, problem=large)
 
-    def patches(self) -> Iterator[Patch]:
-        """The picture of the first KV head."""
-        for rank in range(self.world_size):
-            yield from _patches(make_plan(self.route, self.problem, rank, self.backward))
+    def patches(self, head: int = 0) -> Iterator[Patch]:
+        """The picture of one KV head."""
+        for plan in self.plans:
+            for number, step in enumerate(plan.steps):
+                tiles = (work.tiles for work in step.work if head in range(*work.heads))
+                yield from (_patch(plan.rank, number, each) for group in tiles for each in group)
+
+    def _turn(self, plan: Plan, step: int) -> Turn:
+        work = plan.steps[step].work
+        sends = [
+            _message(transfer, self)
+            for transfer in plan.steps[step].transfers
+            if transfer.source == plan.rank != transfer.target
+        ]
+        return Turn(
+            plan.rank,
+            step,
+            tuple(f"Q{ranges(each.queries)}·K{ranges(each.keys)}" for each in work),
+            sum(tile.pairs * len(range(*each.heads)) for each in work for tile in each.tiles),
+            tuple(sends),
+        )
 
     def owners(self) -> list[int]:
         """The rank of each token of the stream."""
@@ -110,16 +139,6 @@ class Schedule:
                 for i in range(span.length):
                     owner[span.index + i * span.stride] = rank
         return owner
-
-
-def make_schedule(route: str, problem: Problem, backward: bool = False) -> Schedule:
-    """The schedule of all ranks."""
-    plans = [make_plan(route, problem, rank, backward) for rank in range(problem.world_size)]
-    turns = tuple(
-        tuple(_turn(plan, step, problem, backward) for plan in plans)
-        for step in range(len(plans[0].steps))
-    )
-    return Schedule(route, problem, backward, turns)
 
 
 def colour(rank: int, world_size: int) -> str:
@@ -152,42 +171,21 @@ def _wheel(turn: float) -> str:
     return "#" + "".join(f"{part:02x}" for part in parts)
 
 
-def _turn(plan: Plan, step: int, problem: Problem, backward: bool) -> Turn:
-    work = plan.steps[step].work
-    sends = [
-        _message(transfer, backward, problem)
-        for transfer in plan.steps[step].transfers
-        if transfer.source == plan.rank != transfer.target
-    ]
-    return Turn(
-        plan.rank,
-        step,
-        tuple(f"Q{ranges(each.queries)}·K{ranges(each.keys)}" for each in work),
-        sum(tile.pairs * (each.heads[1] - each.heads[0]) for each in work for tile in each.tiles),
-        tuple(sends),
-    )
-
-
-def _message(transfer: Transfer, backward: bool, problem: Problem) -> str:
+def _message(transfer: Transfer, schedule: Schedule) -> str:
     what = "Q" if transfer.side is Side.QUERY else "K"
     if transfer.payload is Payload.RESULT:
-        what = f"d{what}" if backward else "out"
-    all_heads = transfer.heads == problem.all_heads
+        what = f"d{what}" if schedule.backward else "out"
+    all_heads = transfer.heads == schedule.problem.all_heads
     heads = "" if all_heads else f" (head {ranges(range(*transfer.heads))})"
     return f"{what}{transfer.owner}{heads} → {transfer.target}"
 
 
-def _patches(plan: Plan) -> Iterator[Patch]:
-    for number, step in enumerate(plan.steps):
-        for work in step.work:
-            if work.heads[0] != 0:
-                continue
-            for tile in work.tiles:
-                query, key = tile.query, tile.key
-                pairs = tuple(
-                    (query.index + i * query.stride, key.index + j * key.stride)
-                    for i in range(query.length)
-                    for j in range(key.length)
-                    if tile.low <= j - i <= tile.high
-                )
-                yield Patch(plan.rank, number, pairs, query.stride == key.stride == 1)
+def _patch(rank: int, step: int, tile: Tile) -> Patch:
+    query, key = tile.query, tile.key
+    pairs = tuple(
+        (query.index + i * query.stride, key.index + j * key.stride)
+        for i in range(query.length)
+        for j in range(key.length)
+        if tile.low <= j - i <= tile.high
+    )
+    return Patch(rank, step, pairs, query.stride == key.stride == 1)

@@ -95,7 +95,7 @@ function described(title, rows, spec) {
 
 // Rows that belong on one line.
 function seriesOf(rows, spec) {
-  const label = (row) => [row.implementation, row.way].filter(Boolean).join(" · ");
+  const label = (row) => [row.implementation, row.placement].filter(Boolean).join(" · ");
   return [...grouped(rows, label)].flatMap(([name, found]) => apart(name, found, spec, [...APART]));
 }
 

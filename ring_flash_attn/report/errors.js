@@ -106,7 +106,7 @@ function errorHover(point) {
   const { row, error, tensor } = point;
   const limit = error.limit === undefined ? "" : `<br>limit ${brief(error.limit)}`;
   const verdict = error.passed === false ? "<br><b>beyond its limit</b>" : "";
-  const what = [row.way, row.feature, row.passes].filter(Boolean).map(verbatim).join(", ");
+  const what = [row.placement, row.feature, row.passes].filter(Boolean).map(verbatim).join(", ");
   return `<b>${verbatim(tensor)}</b> · ${verbatim(row.implementation)}<br>${what}<br>${verbatim(row.shape)}`
     + `<br>largest ${brief(error.max)}, relative ${brief(error.relative)}${limit}${verdict}`;
 }

@@ -5,17 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
 from string import Template
 from typing import Any
 
-from .palette import styles
-from .records import records
+from ..bench.results import plain_json
+from .records import Source, header, records
 from .schedules import scenes
-from .sources import Source, header
 from .timelines import timelines
 
 _SCRIPTS = (
@@ -32,6 +31,34 @@ _SCRIPTS = (
 _MISSING = 'rfa report needs plotly: pip install "ring-flash-attn[report]"'
 # What could end the script, or a line of it, as JSON writes it otherwise.
 _ESCAPES = {each: f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
+# Colours of implementations, which people who see few colours can tell apart: after Okabe and Ito,
+# without yellow and black (lost on white and on dark), and more that differ from these in lightness
+# as well as in hue.
+_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#aa4499",
+    "#999933",
+    "#8073ac",
+    "#7f8c8d",
+    "#7fb2d6",
+    "#8c4a1a",
+    "#5fc9a8",
+    "#b03a5b",
+    "#c9b458",
+    "#4c6fb1",
+    "#c7a0dc",
+    "#5e7d3a",
+    "#d98880",
+    "#4d9aa5",
+)
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon")
+# These have the same colour in every report; all others take what is left, in order.
+_FIXED = ("triton", "cudnn", "fa2", "fa3", "fa4", "reference")
 
 
 def plotly_script() -> str:
@@ -58,7 +85,9 @@ def page_data(sources: Sequence[Source]) -> dict[str, Any]:
 
 def json_for_script(values: Any) -> str:
     """JSON that may stand between <script> and </script>, whatever its texts hold."""
-    text = json.dumps(_plain(values), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(
+        plain_json(values), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
     for character, escaped in _ESCAPES.items():
         text = text.replace(character, escaped)
     return text
@@ -101,14 +130,18 @@ def _policy(*scripts: str) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
-    """NaN and infinities as words, and what JSON does not know as its text."""
-    if isinstance(value, dict):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if value - value == 0 else str(value)
-    return str(value)
+def styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """A colour and a symbol for each implementation; no two have both in common."""
+    found = list(dict.fromkeys(names))
+    places = {name: place for place, name in enumerate(_FIXED) if name in found}
+    free = (place for place in range(len(_FIXED) + len(found)) if place not in places.values())
+    for name in found:
+        if name not in places:
+            places[name] = next(free)
+    return {name: _style(places[name]) for name in found}
+
+
+def _style(place: int) -> dict[str, str]:
+    turn, colour = divmod(place, len(_COLOURS))
+    symbol = (colour + 3 * turn) % len(_SYMBOLS)
+    return {"colour": _COLOURS[colour], "symbol": _SYMBOLS[symbol]}

@@ -1,17 +1,17 @@
-"""Rows of results as flat records: what the page's filters, charts and table work on."""
+"""Files of results as flat records: what the page's filters, charts and table work on."""
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..bench.results import Row
+from ..bench.results import Results, Row, load, number
 from ..bench.workload import SHORT_DTYPES, Workload
-from .roofline import roof
-from .sources import Source
 
 _WORDS = {
     "sources_per_launch": "{} in a launch",
@@ -24,19 +24,61 @@ _SHAPE = ("batch", "seqlen", "nheads", "nheads_k", "headdim", "causal", "window"
 _MIB = 1 << 20
 
 
+@dataclass(frozen=True)
+class Source:
+    """One file.
+
+    Attributes:
+        name: of the file, with its folder where two have the same name.
+        results: what it holds.
+    """
+
+    name: str
+    results: Results
+
+    @property
+    def device(self) -> str:
+        """Where it was measured, in words."""
+        return self.results.device
+
+
+def read(paths: Sequence[Path]) -> list[Source]:
+    """Every file once; ValueError that names the one that cannot be read."""
+    if not paths:
+        raise ValueError("no file to report on")
+    once = list({path.resolve(): path for path in paths}.values())
+    names = Counter(path.name for path in once)
+    return [Source(path.name if names[path.name] == 1 else str(path), load(path)) for path in once]
+
+
+def header(source: Source) -> dict[str, Any]:
+    """What was measured where: a line of the page's first table."""
+    results = source.results
+    return {
+        "file": source.name,
+        "device": source.device,
+        "command": str(results.command),
+        "created": str(results.created),
+        "commit": None if results.commit is None else str(results.commit),
+        "versions": {str(name): str(each) for name, each in results.versions.items()},
+        "settings": {str(name): str(each) for name, each in results.settings.items()},
+        "peak": {str(name): each for name, each in results.peak.items()},
+        "rows": len(results.rows),
+    }
+
+
 def records(sources: Sequence[Source]) -> list[dict[str, Any]]:
     """A record for each row of each file, in order."""
     cases: dict[str, int] = {}
-    return list(_all(sources, cases))
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None: files hold NaN and infinity as words."""
-    try:
-        found = float(value)
-    except (TypeError, ValueError):
-        return None
-    return found if math.isfinite(found) else None
+    found = []
+    for source in sources:
+        for place, row in enumerate(source.results.rows):
+            try:
+                words, numbers = _what(source, row, cases), _numbers(source, row)
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"{source.name}: row {place} is damaged: {error}") from None
+            found.append({**words, **numbers, "row": row.to_dict()})
+    return found
 
 
 def shape(workload: Mapping[str, Any]) -> str:
@@ -57,7 +99,7 @@ def shape(workload: Mapping[str, Any]) -> str:
     return ", ".join([*words, *(f"{name} {workload[name]}" for name in rest)])
 
 
-def way(placement: Mapping[str, Any]) -> str:
+def placement_words(placement: Mapping[str, Any]) -> str:
     """How it was spread, but for the number of ranks and the link: "zigzag × ring".
 
     A function's name says it all, and what it does by default.
@@ -73,16 +115,6 @@ def way(placement: Mapping[str, Any]) -> str:
         if name not in _ELSEWHERE
     ]
     return ", ".join([*([point] if point else []), *rest])
-
-
-def _all(sources: Sequence[Source], cases: dict[str, int]) -> Iterator[dict[str, Any]]:
-    for source in sources:
-        for place, row in enumerate(source.results.rows):
-            try:
-                words, numbers = _what(source, row, cases), _numbers(source, row)
-            except (TypeError, ValueError, AttributeError) as error:
-                raise ValueError(f"{source.name}: row {place} is damaged: {error}") from None
-            yield {**words, **numbers, "row": row.to_dict()}
 
 
 def _what(source: Source, row: Row, cases: dict[str, int]) -> dict[str, Any]:
@@ -102,7 +134,7 @@ def _what(source: Source, row: Row, cases: dict[str, int]) -> dict[str, Any]:
         "feature": workload.get("feature"),
         "layout": placement.get("layout"),
         "route": placement.get("route"),
-        "way": way(placement),
+        "placement": placement_words(placement),
         "link": placement.get("link"),
         "dtype": workload.get("dtype"),
         "case": cases.setdefault(key, len(cases)),
@@ -146,11 +178,29 @@ def _rate(row: Row, ms: float) -> float | None:
 
 def _roof(source: Source, row: Row, spread: bool) -> float | None:
     """Memory's part counts on one device only: of several, nobody moves all of a call."""
-    peak = {name: each for name, each in source.peak.items() if not (spread and name == "gbps")}
+    peak = dict(source.results.peak)
+    if spread:
+        peak.pop("gbps", None)
     try:
         return number(roof(row.workload, row.passes, peak))
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def roof(workload: Mapping[str, Any], passes: str, peak: Mapping[str, Any]) -> float | None:
+    """The roofline: TFLOP/s that cannot be exceeded.
+
+    It follows from the device's measured peaks and what a call must move; None where no peak of
+    this dtype was measured.
+    """
+    if "tflops" not in peak or peak.get("dtype", workload.get("dtype")) != workload.get("dtype"):
+        return None
+    compute = float(peak["tflops"])
+    if "gbps" not in peak:
+        return compute
+    whole = Workload.from_dict(workload)
+    intensity = whole.flops(passes) / whole.bytes(passes)  # FLOPs for a byte
+    return min(compute, intensity * float(peak["gbps"]) / 1e3)
 
 
 def _error_share(row: Row) -> float | None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
-from ..draw.schedule import Schedule, colour, make_schedule
-from ..engine.entry import make_problem
-from ..engine.prepare import Options
+from ..bench.inputs import problem_of
+from ..bench.workload import Placement, Workload
+from ..draw.schedule import Schedule, colour
 from ..plan import routes as _routes  # registers them
-from ..plan.build import make_plan, route_names
+from ..plan.build import route_names
 from ..plan.layout import FLAT_PREFIX, layout_names
-from ..plan.problem import Problem
 from ..plan.steps import Plan
-from ..plan.tiles import Tile
 
 del _routes
 
@@ -25,32 +24,20 @@ _NONE = "."
 _DOCUMENTS = {"one sequence": (1.0,), "three documents": (0.3125, 0.25, 0.4375)}
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A route and how it is taken.
-
-    Attributes:
-        label: in words.
-        route: its name.
-        nheads_k: KV heads; two where a route goes by head groups, so that there are two groups.
-        heads_k_stride, sources_per_launch: None: the library's choice.
-    """
-
-    label: str
-    route: str
-    nheads_k: int = 1
-    heads_k_stride: int | None = None
-    sources_per_launch: int | None = None
-
-
 def scenes() -> dict[str, Any]:
     """All scenes by layout, route, documents, pass and number of ranks; and the ranks' colours."""
     found = [
-        _scene(layout, way, documents, world_size, backward)
+        _scene(
+            replace(placement, layout=layout, world_size=world_size),
+            label,
+            documents,
+            nheads_k,
+            backward,
+        )
         for documents in _DOCUMENTS
         for layout in layout_names()
         if documents != "one sequence" or not layout.startswith(FLAT_PREFIX)
-        for way in _ways()
+        for label, placement, nheads_k in _placements()
         for world_size in WORLD_SIZES
         for backward in (False, True)
     ]
@@ -58,46 +45,38 @@ def scenes() -> dict[str, Any]:
     return {"scenes": found, "colours": colours}
 
 
-def _ways() -> Iterator[Way]:
+def _placements() -> Iterator[tuple[str, Placement, int]]:
+    """In words, the route with its options, and KV heads: two where it goes by groups of them."""
     for route in route_names():
         if route == "ring":
-            yield Way("ring, one source a launch", route, sources_per_launch=1)
-            yield Way("ring, up to four sources a launch", route, sources_per_launch=4)
+            for sources, words in ((1, "one source"), (4, "up to four sources")):
+                placement = Placement(route=route, sources_per_launch=sources)
+                yield f"ring, {words} a launch", placement, 1
         elif route == "all_gather":
-            yield Way("all_gather, two groups of heads", route, 2, heads_k_stride=1)
+            yield "all_gather, two groups of heads", Placement(route=route, heads_k_stride=1), 2
         else:
-            yield Way(route, route)
+            yield route, Placement(route=route), 1
 
 
 def _scene(
-    layout: str, way: Way, documents: str, world_size: int, backward: bool
+    placement: Placement, label: str, documents: str, nheads_k: int, backward: bool
 ) -> dict[str, Any]:
-    tokens = _TOKENS[world_size]
-    lengths = tuple(int(part * tokens) for part in _DOCUMENTS[documents])
-    problem = make_problem(
-        layout,
-        way.route,
-        lengths,
-        lengths,
-        world_size,
-        Options(causal=True),
-        way.nheads_k,
-        way.heads_k_stride,
-        way.sources_per_launch,
-    )
-    schedule = make_schedule(way.route, problem, backward)
-    plans = [make_plan(way.route, problem, rank, backward) for rank in range(world_size)]
+    tokens = _TOKENS[placement.world_size]
+    lengths = (int(part * tokens) for part in _DOCUMENTS[documents])
+    offsets = tuple(accumulate(lengths, initial=0))
+    workload = Workload(1, tokens, nheads_k, nheads_k, causal=True, cu_seqlens=offsets)
+    schedule = Schedule(placement.route, problem_of(workload, placement), backward)
     return {
-        "layout": layout,
-        "route": way.label,
+        "layout": placement.layout,
+        "route": label,
         "documents": documents,
-        "world_size": world_size,
+        "world_size": placement.world_size,
         "passes": "backward" if backward else "forward",
         "owners": schedule.owners(),
-        "by_key": any(_queries_travel(plan) for plan in plans),
+        "by_key": any(map(_queries_travel, schedule.plans)),
         "busy": round(schedule.busy, 4),
-        "steps": [_step(schedule, plans, number) for number in range(len(schedule.turns))],
-        "fills": [_fill(problem, plans, head) for head in range(way.nheads_k)],
+        "steps": [_step(schedule, number) for number in range(len(schedule.turns))],
+        "fills": [_fill(schedule, tokens, head) for head in range(nheads_k)],
     }
 
 
@@ -106,12 +85,12 @@ def _queries_travel(plan: Plan) -> bool:
     return any(work.queries != (plan.rank,) for step in plan.steps for work in step.work)
 
 
-def _step(schedule: Schedule, plans: list[Plan], number: int) -> dict[str, Any]:
+def _step(schedule: Schedule, number: int) -> dict[str, Any]:
     """Launches [rank, owners of queries, owners of keys, heads] and messages [what, from, to]."""
     turns = schedule.turns[number]
     work = [
         [plan.rank, list(each.queries), list(each.keys), list(range(*each.heads))]
-        for plan in plans
+        for plan in schedule.plans
         for each in plan.steps[number].work
     ]
     moves = []
@@ -122,29 +101,10 @@ def _step(schedule: Schedule, plans: list[Plan], number: int) -> dict[str, Any]:
     return {"work": work, "pairs": [turn.pairs for turn in turns], "moves": moves}
 
 
-def _fill(problem: Problem, plans: list[Plan], head: int) -> str:
+def _fill(schedule: Schedule, tokens: int, head: int) -> str:
     """The step that computes each (query, key) of a head, a character each, row by row."""
-    size = sum(problem.lengths_k)
-    grid = [_NONE] * (size * size)
-    for plan in plans:
-        for number, tile in _tiles(plan, head):
-            for query, key in _pairs(tile):
-                grid[query * size + key] = _DIGITS[number]
+    grid = [_NONE] * (tokens * tokens)
+    for patch in schedule.patches(head):
+        for query, key in patch.pairs:
+            grid[query * tokens + key] = _DIGITS[patch.step]
     return "".join(grid)
-
-
-def _tiles(plan: Plan, head: int) -> Iterator[tuple[int, Tile]]:
-    """Steps and tiles of one head."""
-    for number, step in enumerate(plan.steps):
-        for work in step.work:
-            if work.heads[0] <= head < work.heads[1]:
-                yield from ((number, tile) for tile in work.tiles)
-
-
-def _pairs(tile: Tile) -> Iterator[tuple[int, int]]:
-    """Places in the stream of the queries and keys that the mask leaves."""
-    query, key = tile.query, tile.key
-    for i in range(query.length):
-        for j in range(key.length):
-            if tile.low <= j - i <= tile.high:
-                yield query.index + i * query.stride, key.index + j * key.stride

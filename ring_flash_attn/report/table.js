@@ -5,7 +5,7 @@ const COLUMNS = [
   ["kind", "kind"], ["implementation", "implementation"], ["passes", "pass"], ["shape", "shape"],
   ["batch", "batch"], ["seqlen", "seqlen"], ["ms", "ms"], ["tflops", "TFLOP/s"], ["roof", "roofline"],
   ["efficiency", "efficiency %"], ["error_share", "error / limit"], ["failed", "failed"],
-  ["world_size", "ranks"], ["rank", "rank"], ["way", "placement"], ["link", "link"], ["feature", "feature"],
+  ["world_size", "ranks"], ["rank", "rank"], ["placement", "placement"], ["link", "link"], ["feature", "feature"],
   ["peak_mib", "peak MiB"], ["runs", "runs"], ["device", "device"], ["file", "file"],
 ];
 const PAGE = 100; // rows at once

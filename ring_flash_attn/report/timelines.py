@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..bench.replays.results import Replay, replay_rows
-from .records import shape
-from .sources import Source
+from .records import Source, shape
 
 
 def timelines(sources: Sequence[Source]) -> list[dict[str, Any]]:

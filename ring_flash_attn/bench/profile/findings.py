@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from ...kernels.base import kernel_names
 from ..results import BOTH
 from ..verdicts import Verdict, judge, machine_verdicts, rate_verdict
-from .facts import Facts
+from .facts import COMPUTE, NEAR, NEITHER, Facts
 from .parts import NCU_COMPUTE
-from .roofline import COMPUTE, NEAR, NEITHER
 
 _IDLE, _SMALL, _HIDDEN = 0.1, 0.15, 0.9  # shares that are worth a word
 _MEASURABLE, _EXPOSED, _FASTER = 0.01, 0.05, 0.95
@@ -28,6 +27,9 @@ class Finding:
     says: str
     advice: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.says} Try: {self.advice}." if self.advice else self.says
+
 
 def find(facts: Facts) -> list[Finding]:
     """All of them, the most important ones first."""
@@ -41,11 +43,11 @@ def verdicts(facts: Facts) -> list[Verdict]:
 
 
 def _verdicts(facts: Facts) -> Iterator[Verdict]:
-    device, dtype = str(facts.machine["device"]), facts.subject.workload.dtype
+    device = str(facts.machine["device"])
     for timed in facts.timed:
         if facts.peak is not None:
-            tflops = timed.roofline.tflops
-            yield rate_verdict(passes_name(timed.passes), tflops, device, dtype, facts.peak)
+            tflops = timed.tflops
+            yield rate_verdict(passes_name(timed.passes), tflops, device, facts.peak)
     busy = 100 * facts.main.ms / max(facts.main.ms, facts.main.host_ms)
     advice = "larger calls, CUDA graphs, or torch.compile around the model"
     yield judge("GPU busy, in calls one after the other", busy, *_BUSY, " %", advice)
@@ -75,7 +77,7 @@ def short(name: str) -> str:
 
 
 def _rate(facts: Facts) -> Iterator[Finding]:
-    roof, peak = facts.main.roofline, facts.peak
+    roof, peak = facts.main, facts.peak
     who = "Forward and backward take" if facts.main.passes == BOTH else "Forward takes"
     says = f"{who} {roof.ms:.3f} ms: {roof.tflops:.4g} TFLOP/s"
     if peak is None or roof.compute_share is None or roof.bandwidth_share is None:
@@ -212,7 +214,7 @@ def _counters(facts: Facts) -> Iterator[Finding]:
 def _memory(facts: Facts) -> Iterator[Finding]:
     size = facts.main.peak_bytes
     if size is not None:
-        inputs = facts.main.roofline.bytes
+        inputs = facts.main.bytes
         yield Finding(
             f"It holds {size / 2**20:.1f} MiB beyond inputs, outputs and gradients, "
             f"{100 * size / inputs:.0f} % of the least that it reads and writes."

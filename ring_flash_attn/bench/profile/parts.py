@@ -1,9 +1,9 @@
-"""The files of a profile: what each holds, how to open it, or why it is missing."""
+"""The files of a profile: what each holds, and how to open it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 SUMMARY = "SUMMARY.md"
 TRACE = "trace.json"
@@ -16,54 +16,35 @@ NCU = "flash_attn_ncu_full.ncu-rep"
 NCU_MEMORY, NCU_COMPUTE = "ncu_memory_metrics.txt", "ncu_compute_metrics.txt"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A file.
+class Part(NamedTuple):
+    """A file: what is in it, and how to open it."""
 
-    Attributes:
-        name: in the folder.
-        holds: what is in it.
-        opened: how to open it.
-        missing: why it is not there, or None.
-    """
-
-    name: str
     holds: str
     opened: str
-    missing: str | None = None
-
-    def without(self, reason: str) -> Part:
-        """The same, but it is not there."""
-        return replace(self, missing=reason)
 
 
 _TEXT = "any editor"
 _RESULTS = "any editor; the format of `rfa bench --json`"
 PARTS = {
-    part.name: part
-    for part in (
-        Part(
-            TRACE,
-            "when each kernel, step and transfer began and ended (torch.profiler)",
-            "https://ui.perfetto.dev, Open trace file",
-        ),
-        Part(
-            MEMORY,
-            "which memory was taken and given back, with stacks (torch.cuda.memory)",
-            "https://docs.pytorch.org/memory_viz, drop the file there",
-        ),
-        Part(MACHINE, "device, clocks, versions and measured peaks", _TEXT),
-        Part(MACHINE_TEXT, "the same in words, and `nvidia-smi -q`", _TEXT),
-        Part(BASELINE_TEXT, "times, rates and memory of this kernel alone", _TEXT),
-        Part(BASELINE, "the same as a file of results", _RESULTS),
-        Part(COMPARISON_TEXT, "times, memory and speed-up of all implementations", _TEXT),
-        Part(COMPARISON, "the same as a file of results", _RESULTS),
-        Part(NSYS, "the timeline of the whole system (Nsight Systems)", f"nsys-ui {NSYS}"),
-        Part(NSYS_STATS, "its sums by kernel, call and range", _TEXT),
-        Part(NCU, "all hardware counters of each kernel (Nsight Compute)", f"ncu-ui {NCU}"),
-        Part(NCU_MEMORY, "its sections about memory", _TEXT),
-        Part(NCU_COMPUTE, "its sections about arithmetic, stalls and occupancy", _TEXT),
-    )
+    TRACE: Part(
+        "when each kernel, step and transfer began and ended (torch.profiler)",
+        "https://ui.perfetto.dev, Open trace file",
+    ),
+    MEMORY: Part(
+        "which memory was taken and given back, with stacks (torch.cuda.memory)",
+        "https://docs.pytorch.org/memory_viz, drop the file there",
+    ),
+    MACHINE: Part("device, clocks, versions and measured peaks", _TEXT),
+    MACHINE_TEXT: Part("the same in words, and `nvidia-smi -q`", _TEXT),
+    BASELINE_TEXT: Part("times, rates and memory of this kernel alone", _TEXT),
+    BASELINE: Part("the same as a file of results", _RESULTS),
+    COMPARISON_TEXT: Part("times, memory and speed-up of all implementations", _TEXT),
+    COMPARISON: Part("the same as a file of results", _RESULTS),
+    NSYS: Part("the timeline of the whole system (Nsight Systems)", f"nsys-ui {NSYS}"),
+    NSYS_STATS: Part("its sums by kernel, call and range", _TEXT),
+    NCU: Part("all hardware counters of each kernel (Nsight Compute)", f"ncu-ui {NCU}"),
+    NCU_MEMORY: Part("its sections about memory", _TEXT),
+    NCU_COMPUTE: Part("its sections about arithmetic, stalls and occupancy", _TEXT),
 }
 
 

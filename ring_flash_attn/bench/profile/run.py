@@ -5,27 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..implementations import implementation_names
-from ..machine import Peak, commit, machine, measure_peak, peak_dict, versions
+from ..link import NONE
+from ..machine import Peak, command, commit, machine, measure_peak, versions
 from ..measure import measure
 from ..results import BENCH, COMPARE, REPLAY, Results, Row
 from ..timing import WARM_UP, Stopwatch, interleaved, on_device, peak_bytes
 from . import parts
-from .activity import Activity, Overlap, overlap
-from .facts import Facts, Timed
-from .parts import PARTS, Part
-from .record import record_memory, record_trace
-from .roofline import Roofline
+from .facts import Facts, TimedPass
+from .nsight import Missing, use_ncu, use_nsys
 from .subject import Subject
-from .summary import summary
-from .texts import baseline_lines, comparison_lines
-from .tools import use_ncu, use_nsys
+from .summary import baseline_lines, comparison_lines, summary
+from .trace import Activity, Overlap, overlap, record_memory, record_trace
 
 Report = Callable[[str], None]
 _MEASURED = {  # files of rows of this kind
@@ -34,71 +31,64 @@ _MEASURED = {  # files of rows of this kind
 }
 
 
-@dataclass(frozen=True)
-class Context:
-    """Where a profile is made, and for which command.
+def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Facts:
+    """Find out everything about the subject, and write it into a folder.
 
-    Attributes:
-        folder: for the files; it is there.
+    Args:
+        subject: what is profiled.
+        folder: for the files; it exists.
         repeats: rounds of the medians.
-        command: that the user typed.
-        report: is told what is being done.
+        report: is called with what is being done.
     """
-
-    folder: Path
-    repeats: int
-    command: str
-    report: Report
-
-
-def profile(subject: Subject, context: Context) -> Facts:
-    """Find out everything about the subject, and write it into the folder."""
-    device, report = subject.device, context.report
+    device = subject.device
     with on_device(device):
         report("measuring the peak")
         peak = measure_peak(device, subject.workload.dtype)
-        where = machine(device)
-        if peak is not None:
-            where["peak"] = peak_dict(peak, subject.workload.dtype)
-        files = [*_write_machine(where, context.folder)]
-        timed = _time(subject, peak, context)
-        activity, recorded = _record(subject, context)
-        found_overlap = _overlap(subject, timed[-1], context)
-        baseline, comparison = _measure(subject, where, context)
+        where = machine(device, peak)
+        _write_machine(where, folder)
+        timed = _time(subject, peak, repeats, report)
+        activity, missing = _record(subject, folder, report)
+        found_overlap = _overlap(subject, timed[-1], report)
+        measured = {}
+        for kind, names in ((BENCH, [subject.kernel]), (COMPARE, implementation_names())):
+            rows = measure(
+                names,
+                subject.share,
+                device,
+                kind=kind,
+                repeats=repeats,
+                grad=subject.grad,
+                report=report,
+            )
+            measured[kind] = tuple(rows)
+            _write_measured(_results(where, repeats, measured[kind]), subject, folder)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the tools' processes need room
-        nsys = use_nsys(subject, context.folder, report)
-        ncu = use_ncu(subject, context.folder, report)
-    files += [*recorded, *nsys.parts, *ncu.parts]
-    files += [PARTS[name] for names in _MEASURED.values() for name in names]
-    order = list(PARTS)
+        missing |= use_nsys(subject, folder, report)
+        no_ncu, counters = use_ncu(subject, folder, report)
     facts = Facts(
         subject,
         where,
         versions(),
-        context.repeats,
+        repeats,
         peak,
         timed,
         activity,
         found_overlap,
-        baseline,
-        comparison,
-        ncu.counters,
-        tuple(sorted(files, key=lambda part: order.index(part.name))),
+        measured[BENCH],
+        measured[COMPARE],
+        counters,
+        missing | no_ncu,
     )
-    (context.folder / parts.SUMMARY).write_text(summary(facts), encoding="utf-8")
+    (folder / parts.SUMMARY).write_text(summary(facts), encoding="utf-8")
     return facts
 
 
-def results(facts: Facts, command: str) -> Results:
-    """For one file: all rows, and everything else as details."""
-    return _results(
-        command, facts.machine, facts.repeats, _rows(facts), {"profile": facts.to_dict()}
-    )
+def results(facts: Facts) -> Results:
+    """For one file: all rows, and everything else as details.
 
-
-def _rows(facts: Facts) -> tuple[Row, ...]:
-    """Those of the comparison have our kernel too; a replayed rank has rows of its own."""
+    Those of the comparison have our kernel too; a replayed rank has rows of its own.
+    """
     subject, own = facts.subject, []
     if subject.world_size > 1:
         own = [
@@ -109,67 +99,71 @@ def _rows(facts: Facts) -> tuple[Row, ...]:
                 subject.share.to_dict(),
                 subject.place(),
                 each.samples_ms,
-                each.roofline.tflops,
+                each.tflops,
                 each.peak_bytes,
                 {"host_ms": each.host_ms},
             )
             for each in facts.timed
         ]
-    return (*own, *facts.baseline, *facts.comparison)
+    rows = (*own, *facts.baseline, *facts.comparison)
+    return replace(
+        _results(facts.machine, facts.repeats, rows), details={"profile": facts.to_dict()}
+    )
 
 
-def _results(
-    command: str,
-    where: Mapping[str, object],
-    repeats: int,
-    rows: tuple[Row, ...],
-    details: Mapping[str, Any] | None = None,
-) -> Results:
-    return Results(command, where, versions(), commit(), {"repeats": repeats}, rows, details or {})
+def _results(where: Mapping[str, object], repeats: int, rows: tuple[Row, ...]) -> Results:
+    return Results(command(), where, versions(), commit(), {"repeats": repeats}, rows)
 
 
-def _time(subject: Subject, peak: Peak | None, context: Context) -> tuple[Timed, ...]:
+def _time(
+    subject: Subject, peak: Peak | None, repeats: int, report: Report
+) -> tuple[TimedPass, ...]:
     """Each pass, and of a rank with a link also without it."""
     works: dict[tuple[str, bool], Any] = {
         (name, True): work for name, work in subject.works().items()
     }
-    linked = subject.link != "none"
+    linked = subject.link != NONE
     if linked:
         works |= {(name, False): work for name, work in subject.works(linked=False).items()}
-    watch = Stopwatch(subject.device)
-    samples = interleaved(works, watch, context.repeats, context.report)
+    samples = interleaved(works, Stopwatch(subject.device), repeats, report)
     bare = subject.works(keep_buffers=False)
     found = []
     for name in subject.passes:
         runs = samples[name, True]
-        ms = runs.median.device
-        roof = Roofline(ms, subject.flops(name), subject.least_bytes(name), peak)
-        memory = peak_bytes(bare[name], subject.device)
-        exposed = ms - samples[name, False].median.device if linked else None
-        found.append(Timed(name, runs.device, runs.median.host, roof, memory, exposed))
+        exposed = None
+        if linked:
+            exposed = runs.median.device - samples[name, False].median.device
+        found.append(
+            TimedPass(
+                name,
+                runs.device,
+                runs.median.host,
+                subject.flops(name),
+                subject.least_bytes(name),
+                peak,
+                peak_bytes(bare[name], subject.device),
+                exposed,
+            )
+        )
     return tuple(found)
 
 
-def _record(subject: Subject, context: Context) -> tuple[Activity, tuple[Part, ...]]:
+def _record(subject: Subject, folder: Path, report: Report) -> tuple[Activity, Missing]:
     work = subject.works()[subject.passes[-1]]
-    context.report("a trace")
-    activity = record_trace(work, subject.device, context.folder / parts.TRACE)
-    memory = PARTS[parts.MEMORY]
+    report("a trace")
+    activity = record_trace(work, subject.device, folder / parts.TRACE)
     if subject.device.type != "cuda":
-        return activity, (
-            PARTS[parts.TRACE],
-            memory.without("torch records the memory of GPUs; this ran on the CPU"),
-        )
-    context.report("a history of the memory")
-    record_memory(work, subject.device, context.folder / parts.MEMORY)
-    return activity, (PARTS[parts.TRACE], memory)
+        return activity, {parts.MEMORY: "torch records the memory of GPUs; this ran on the CPU"}
+    report("a history of the memory")
+    record_memory(work, subject.device, folder / parts.MEMORY)
+    return activity, {}
 
 
-def _overlap(subject: Subject, timed: Timed, context: Context) -> Overlap | None:
+def _overlap(subject: Subject, timed: TimedPass, report: Report) -> Overlap | None:
     """Of a rank with a link, in the passes that are profiled."""
-    if subject.world_size == 1 or subject.link == "none":
+    if subject.link == NONE:
         return None
-    context.report("when transfers and kernels ran")
+    report("when transfers and kernels ran")
     rank, watch = subject.one_rank(linked=True), Stopwatch(subject.device)
     for _ in range(WARM_UP):
         rank.recorded(subject.grad)
@@ -177,46 +171,25 @@ def _overlap(subject: Subject, timed: Timed, context: Context) -> Overlap | None
     return overlap(rank.recorded(subject.grad))
 
 
-def _measure(
-    subject: Subject, where: Mapping[str, object], context: Context
-) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Our kernel, and all implementations, on one device."""
-    found = {}
-    for kind, names in ((BENCH, [subject.kernel]), (COMPARE, implementation_names())):
-        rows = measure(
-            names,
-            subject.share,
-            subject.device,
-            kind=kind,
-            repeats=context.repeats,
-            grad=subject.grad,
-            report=context.report,
-        )
-        saved = _results(context.command, where, context.repeats, tuple(rows))
-        file, text = (context.folder / name for name in _MEASURED[kind])
-        saved.save(file)
-        lines = baseline_lines(saved) if kind == BENCH else comparison_lines(saved, subject.kernel)
-        text.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        found[kind] = saved.rows
-    return found[BENCH], found[COMPARE]
+def _write_measured(results: Results, subject: Subject, folder: Path) -> None:
+    """As a file of results, and as text."""
+    kind = results.rows[0].kind
+    file, text = (folder / name for name in _MEASURED[kind])
+    results.save(file)
+    lines = baseline_lines(results) if kind == BENCH else comparison_lines(results, subject.kernel)
+    text.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _write_machine(where: Mapping[str, object], folder: Path) -> tuple[Part, Part]:
-    values = {"machine": where, "versions": versions(), "commit": commit()}
-    text = json.dumps(values, indent=1)
+def _write_machine(where: Mapping[str, object], folder: Path) -> None:
+    found = versions()
+    text = json.dumps({"machine": where, "versions": found, "commit": commit()}, indent=1)
     (folder / parts.MACHINE).write_text(text + "\n", encoding="utf-8")
-    lines = [f"{name}: {value}" for group in (where, versions()) for name, value in group.items()]
-    (folder / parts.MACHINE_TEXT).write_text(
-        "\n".join([*lines, "", _nvidia_smi()]) + "\n", encoding="utf-8"
-    )
-    return PARTS[parts.MACHINE], PARTS[parts.MACHINE_TEXT]
-
-
-def _nvidia_smi() -> str:
-    """All that the driver's tool tells, or why it does not."""
+    lines = [f"{name}: {value}" for group in (where, found) for name, value in group.items()]
     try:
-        return subprocess.run(
+        query = subprocess.run(
             ["nvidia-smi", "-q"], capture_output=True, text=True, timeout=60, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return f"nvidia-smi -q says nothing here: {error}"
+        query = f"nvidia-smi -q says nothing here: {error}"
+    all_lines = "\n".join([*lines, "", query])
+    (folder / parts.MACHINE_TEXT).write_text(all_lines + "\n", encoding="utf-8")

@@ -1,18 +1,32 @@
-"""SUMMARY.md: what is slow and why, with the numbers behind it; where to begin."""
+"""The texts of a profile: SUMMARY.md, where to begin, and the measurements as plain lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..results import Row
+from ..cells import ON_CPU, cell, fastest, leanest, mib, run_times, speed_up
+from ..results import Results
 from ..verdicts import POOR
-from .activity import Used
 from .counters import Counters
-from .facts import Facts, Timed
+from .facts import Facts, TimedPass
 from .findings import find, passes_name, short, verdicts
+from .parts import PARTS
+from .trace import Used
 
 _KERNELS, _RANGES, _STALLS = 12, 12, 3
 _NONE = "–"
+_COUNTERS = {  # columns, by the name in `Counters`
+    "sm_percent": "processors %",
+    "tensor_percent": "tensor cores %",
+    "memory_percent": "memory %",
+    "dram_percent": "DRAM %",
+    "dram_gbps": "DRAM GB/s",
+    "l1_hit_percent": "L1 hits %",
+    "l2_hit_percent": "L2 hits %",
+    "occupancy_percent": "occupancy %",
+    "registers": "registers",
+}
+_WIDTHS = (28, 14, 14, 14)  # of columns of plain lines
 
 
 def summary(facts: Facts) -> str:
@@ -42,14 +56,13 @@ def _head(facts: Facts) -> Iterator[str]:
         link = "communication is removed" if subject.link == "none" else f"link {subject.link}"
         yield f"A replay: no other rank was there, what it receives is random data, {link}."
     if facts.on_cpu:
-        yield "On the CPU these are times of the host, and say little about GPUs."
+        yield ON_CPU
 
 
 def _findings(facts: Facts) -> Iterator[str]:
     yield from ("", "## What is slow, and why", "")
     for number, finding in enumerate(find(facts), 1):
-        advice = f" Try: {finding.advice}." if finding.advice else ""
-        yield f"{number}. {finding.says}{advice}"
+        yield f"{number}. {finding}"
 
 
 def _table(
@@ -79,7 +92,7 @@ def _passes(facts: Facts) -> Iterator[str]:
     more = ("FLOP/byte", "bound by", "least ms", "exposed ms", "MiB")
     yield from _table((*head, *more), map(_pass, facts.timed))
     yield ""
-    ridge = facts.main.roofline.ridge
+    ridge = facts.main.ridge
     if facts.peak is not None and ridge is not None:
         yield (
             f"Measured peaks: {facts.peak.tflops:.4g} TFLOP/s (product of large matrices), "
@@ -93,26 +106,25 @@ def _passes(facts: Facts) -> Iterator[str]:
     )
 
 
-def _pass(timed: Timed) -> list[str]:
-    roof = timed.roofline
+def _pass(timed: TimedPass) -> list[str]:
     return [
         passes_name(timed.passes),
-        f"{roof.ms:.3f}",
+        f"{timed.ms:.3f}",
         f"{timed.host_ms:.3f}",
-        f"{roof.tflops:.4g}",
-        _percent(roof.compute_share),
-        f"{roof.gbps:.4g}",
-        _percent(roof.bandwidth_share),
-        f"{roof.intensity:.0f}",
-        roof.bound or _NONE,
-        _NONE if roof.least_ms is None else f"{roof.least_ms:.3f}",
-        _NONE if timed.exposed_ms is None else f"{timed.exposed_ms:.3f}",
-        _NONE if timed.peak_bytes is None else f"{timed.peak_bytes / 2**20:.1f}",
+        f"{timed.tflops:.4g}",
+        _percent(timed.compute_share),
+        f"{timed.gbps:.4g}",
+        _percent(timed.bandwidth_share),
+        f"{timed.intensity:.0f}",
+        timed.bound or _NONE,
+        cell(timed.least_ms, missing=_NONE),
+        cell(timed.exposed_ms, missing=_NONE),
+        mib(timed.peak_bytes, _NONE),
     ]
 
 
 def _percent(share: float | None) -> str:
-    return _NONE if share is None else f"{100 * share:.1f}"
+    return cell(None if share is None else 100 * share, ".1f", _NONE)
 
 
 def _kernels(facts: Facts) -> Iterator[str]:
@@ -154,26 +166,14 @@ def _counters(facts: Facts) -> Iterator[str]:
     if not facts.counters:
         return
     yield from ("", "## Hardware counters (Nsight Compute)")
-    head = ("kernel", "launches", "ms", "processors %", "tensor cores %", "memory %", "DRAM %")
-    more = ("DRAM GB/s", "L1 hits %", "L2 hits %", "occupancy %", "registers", "waits most for")
-    yield from _table((*head, *more), map(_counter, facts.counters[:_KERNELS]))
+    head = ("kernel", "launches", "ms", *_COUNTERS.values(), "waits most for")
+    yield from _table(head, map(_counter, facts.counters[:_KERNELS]))
 
 
 def _counter(each: Counters) -> list[str]:
-    numbers = (
-        each.sm_percent,
-        each.tensor_percent,
-        each.memory_percent,
-        each.dram_percent,
-        each.dram_gbps,
-        each.l1_hit_percent,
-        each.l2_hit_percent,
-        each.occupancy_percent,
-        each.registers,
-    )
+    values = (cell(getattr(each, name), ".4g", _NONE) for name in _COUNTERS)
     stalls = ", ".join(f"{reason} {warps:.2f}" for reason, warps in each.stalls[:_STALLS])
-    shown = [_NONE if number is None else f"{number:.4g}" for number in numbers]
-    return [f"`{short(each.name)}`", str(each.launches), f"{each.ms:.3f}", *shown, stalls or _NONE]
+    return [f"`{short(each.name)}`", str(each.launches), f"{each.ms:.3f}", *values, stalls or _NONE]
 
 
 def _comparison(facts: Facts) -> Iterator[str]:
@@ -182,28 +182,26 @@ def _comparison(facts: Facts) -> Iterator[str]:
         yield from ("", "A rank's own tokens alone, without the others' keys.")
     rows = [row for row in facts.comparison if row.passes == facts.main.passes]
     able = sorted((row for row in rows if row.ms is not None), key=lambda row: row.ms or 0.0)
-    yield from _table(("implementation", "ms", "TFLOP/s", "MiB"), map(_row, able))
+    cells = (
+        [row.implementation, f"{row.ms:.3f}", f"{row.tflops:.4g}", mib(row.peak_bytes, _NONE)]
+        for row in able
+    )
+    yield from _table(("implementation", "ms", "TFLOP/s", "MiB"), cells)
     yield ""
     for row in rows:
         if row.failed is not None:
             yield f"- {row.implementation}: {row.failed}"
 
 
-def _row(row: Row) -> list[str]:
-    memory = _NONE if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}"
-    return [row.implementation, f"{row.ms:.3f}", f"{row.tflops:.4g}", memory]
-
-
 def _files(facts: Facts) -> Iterator[str]:
     yield from ("", "## Files")
-    there = [part for part in facts.parts if part.missing is None]
-    rows = ([f"`{part.name}`", part.holds, part.opened] for part in there)
+    there = (name for name in PARTS if name not in facts.missing)
+    rows = ([f"`{name}`", PARTS[name].holds, PARTS[name].opened] for name in there)
     yield from _table(("file", "what is in it", "how to open it"), rows, "---")
-    missing = [part for part in facts.parts if part.missing is not None]
-    if missing:
+    if facts.missing:
         yield from ("", "## What is missing", "")
-        for part in missing:
-            yield f"- `{part.name}` ({part.holds}): {part.missing}."
+        for name, why in facts.missing.items():
+            yield f"- `{name}` ({PARTS[name].holds}): {why}."
 
 
 def _notes(facts: Facts) -> Iterator[str]:
@@ -213,3 +211,52 @@ def _notes(facts: Facts) -> Iterator[str]:
     yield "- The ranges of the trace are named by this library; RFA_NVTX=1 turns them on anywhere."
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     yield f"- Versions: {versions}."
+
+
+# Plain lines: one kernel alone, and all implementations.
+
+
+def baseline_lines(results: Results) -> Iterator[str]:
+    """Times, rates and memory of each pass."""
+    yield f"{results.rows[0].implementation} on {results.machine['device']}"
+    for row in results.rows:
+        yield from ("", f"{row.passes.capitalize()}:")
+        if row.ms is None or row.tflops is None:
+            yield f"  failed: {row.failed}"
+            continue
+        times, work = run_times(row), row.tflops * row.ms
+        for name, ms in times.items():
+            yield f"  {f'Time ({name}):':<20}{ms:.3f} ms"
+        for name, ms in (("peak", times["min"]), ("avg", times["avg"])):
+            yield f"  {f'TFLOP/s ({name}):':<20}{work / ms:.4g} TFLOP/s"
+        yield f"  {'Memory (MiB):':<20}{mib(row.peak_bytes)}"
+
+
+def comparison_lines(results: Results, base: str) -> Iterator[str]:
+    """Of each pass a table; speed-ups are against the implementation `base`."""
+    yield f"On {results.machine['device']}; speed-up against {base}"
+    for passes in dict.fromkeys(row.passes for row in results.rows):
+        rows = [row for row in results.rows if row.passes == passes]
+        yield from (
+            "",
+            f"{passes.capitalize()}:",
+            _line("Implementation", "Time (ms)", "Memory (MiB)", "Speed-up"),
+        )
+        yield "-" * sum(_WIDTHS)
+        own = next((row.ms for row in rows if row.implementation == base), None)
+        ran = [row for row in rows if row.ms is not None]
+        for row in ran:
+            cells = (f"{row.ms:.3f}", mib(row.peak_bytes), speed_up(row, own))
+            yield _line(row.implementation, *cells)
+        for what, best in (("Fastest", fastest(ran)), ("Lowest memory", leanest(ran))):
+            if best is not None:
+                yield f"{what}: {best.implementation}"
+    missing = {row.implementation: row.failed for row in results.rows if row.failed is not None}
+    if missing:
+        yield ""
+        yield from (f"{name}: {why}" for name, why in missing.items())
+
+
+def _line(name: str, *cells: str) -> str:
+    first, *others = _WIDTHS
+    return name.ljust(first) + "".join(c.rjust(w) for c, w in zip(cells, others, strict=True))

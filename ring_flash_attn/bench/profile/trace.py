@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler says: which kernels ran, how long, and when nothing ran."""
+"""Traces of torch.profiler: recording them, and which kernels ran, for how long and when."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..replays.results import COMPUTE, TRANSFERS, Bar
+import torch
+from torch.profiler import ProfilerActivity, profile
 
+from ...trace import tracing
+from ..replays.results import COMPUTE, TRANSFERS, Bar
+from ..timing import WARM_UP, Work
+
+RUNS = 3  # in a trace
+_EVENTS = 100_000  # of the memory that are recorded
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of a trace
 _OPERATOR, _RANGE = "cpu_op", "user_annotation"
 Interval = tuple[float, float]
@@ -137,12 +144,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def common(first: Sequence[Interval], second: Sequence[Interval]) -> float:
     """How long two unions have in common."""
-    overlaps = (
-        min(end, other_end) - max(start, other_start)
-        for start, end in first
-        for other_start, other_end in second
-    )
-    return sum(each for each in overlaps if each > 0)
+    return length(first) + length(second) - length(union([*first, *second]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +181,40 @@ def overlap(bars: Sequence[Bar]) -> Overlap:
         common(lanes[COMPUTE], lanes[TRANSFERS]),
         max(bar.end for bar in bars) - min(bar.start for bar in bars),
     )
+
+
+# Recording.
+
+
+def record_trace(work: Work, device: torch.device, path: Path) -> Activity:
+    """Write a trace of a few runs, and say what is in it."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    for _ in range(WARM_UP):
+        work()
+    _synchronize(device)
+    with profile(activities=activities) as recorded, tracing():
+        for _ in range(RUNS):
+            work()
+        _synchronize(device)
+    recorded.export_chrome_trace(str(path))
+    return read_trace(path, RUNS)
+
+
+def record_memory(work: Work, device: torch.device, path: Path) -> None:
+    """Write which memory was taken and given back in one run; for CUDA alone."""
+    work()
+    _synchronize(device)
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=_EVENTS)
+    try:
+        work()
+        _synchronize(device)
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
