@@ -71,8 +71,8 @@ def running(console: Console, what: str, total: int) -> Iterator[tuple[Report, A
 
 def make_table(texts: Iterable[str], numbers: Iterable[str], title: str | None = None) -> Table:
     """A table without columns' lines; numbers come last, to the right."""
-    style = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
-    table = Table(**style, title=title, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
+    table.title_justify = "left"
     for name in texts:
         table.add_column(name, overflow="fold")
     for name in numbers:

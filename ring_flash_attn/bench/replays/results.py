@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 from ..link import Link
@@ -219,8 +218,6 @@ class Replay:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Replay:
         """The replay that `to_dict` wrote, also from JSON."""
-        if "scenario" in values:
-            values = _of_scenario(values)
         read = {each.name: values[each.name] for each in fields(cls)}
         read["workload"] = Workload.from_dict(values["workload"])
         link = values["placement"]["link"]
@@ -232,21 +229,6 @@ class Replay:
         return cls(**read)
 
 
-def _of_scenario(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The layout of earlier files: documents are those of a rank, and some names differ."""
-    scenario = values["scenario"]
-    world_size = scenario["world_size"]
-    tokens = tuple(accumulate((world_size * each for each in scenario["lengths"]), initial=0))
-    workload = {**scenario, "seqlen": tokens[-1]}
-    del workload["lengths"]
-    if scenario["packed"]:
-        workload["cu_seqlens"] = tokens
-    names = (each.name for each in fields(Placement) if each.name != "link")
-    placement = {**{name: scenario[name] for name in names}, "link": values["link"]}
-    more = {"workload": workload, "placement": placement, "baseline": values["existing"]}
-    return {**values, **more}
-
-
 def _design(values: Mapping[str, Any]) -> Design:
     ranks = tuple(_rank(each) for each in values["ranks"])
     single = {name: _measured(values[name]) for name in ("base", "full")}
@@ -254,12 +236,11 @@ def _design(values: Mapping[str, Any]) -> Design:
 
 
 def _rank(values: Mapping[str, Any]) -> RankResult:
-    costs = values["walked"] if "walked" in values else values["costs"]  # see _of_scenario
     return RankResult(
         values["rank"],
         values["tokens"],
         values["pairs"],
-        tuple(PassCost(**each) for each in costs),
+        tuple(PassCost(**each) for each in values["costs"]),
         _measured(values["measured"]),
     )
 

@@ -356,22 +356,6 @@ def test_json_there_and_back(found: Replay) -> None:
     assert Replay.from_dict(json.loads(json.dumps(values))) == removed
 
 
-def test_earlier_files_are_read() -> None:
-    """Their documents are those of a rank."""
-    documents = {"cu_seqlens": [0, 9, 30], "route": "all_gather", "heads_k_stride": 1}
-    found = replay(**small(**documents), link="nvlink4")
-    values = json.loads(json.dumps(found.to_dict()))
-    link = values["placement"].pop("link")
-    call = {**values.pop("workload"), "lengths": [3, 7], "packed": True}
-    del call["seqlen"], call["window"]
-    more = {"ranks": [0, 1, 2], "device": "cpu"}
-    values["scenario"] = {**call, **values.pop("placement"), **more}
-    values |= {"link": link, "existing": values.pop("baseline")}
-    for rank in values["ours"]["ranks"]:
-        rank["walked"] = rank.pop("costs")
-    assert Replay.from_dict(values) == found
-
-
 def test_the_timeline_is_a_picture(found: Replay) -> None:
     root = ElementTree.fromstring(draw_timeline(found))
     boxes = root.findall("{http://www.w3.org/2000/svg}rect")

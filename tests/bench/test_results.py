@@ -16,7 +16,7 @@ from ring_flash_attn.bench.diff import Move, compare
 from ring_flash_attn.bench.results import Results, Row, check_output, load
 from ring_flash_attn.cli.app import app
 
-STORED = sorted((Path(__file__).parent.parent / "results").glob("*.json"))
+STORED = sorted((Path(__file__).parents[2] / "results").glob("*.json"))
 WORK = {"batch": 1, "seqlen": 8, "nheads": 2, "nheads_k": 1, "headdim": 4, "dtype": "float32"}
 RUNS = (1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.01)
 

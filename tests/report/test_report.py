@@ -24,7 +24,7 @@ from ring_flash_attn.report.records import Source, placement_words, read, record
 from ring_flash_attn.report.schedules import WORLD_SIZES, scenes
 from ring_flash_attn.report.timelines import timelines
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def rfa_report(*arguments: object) -> Result:

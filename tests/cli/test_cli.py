@@ -153,7 +153,7 @@ def test_svg_is_well_formed_and_has_every_pair(layout: str, route: str, tmp_path
 
 def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) -> None:
     rfa("draw", "contiguous", "zigzag", "stripe", "--svg", str(tmp_path / "schedules.svg"))
-    ours = Path(__file__).parent.parent / "docs" / "img" / "schedules.svg"
+    ours = Path(__file__).parents[2] / "docs" / "img" / "schedules.svg"
     assert (tmp_path / "schedules.svg").read_text() == ours.read_text()
 
 
