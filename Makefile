@@ -12,20 +12,25 @@ SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test soak lint format clean help
+.PHONY: demo test test-all soak lint format clean help
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: $(STAMP) ## draw the zigzag layout, then verify every algorithm on 4 ranks of the CPU
 	$(BIN)/rfa draw zigzag
 	$(BIN)/rfa verify --world-size 4 --device cpu
 
-test: $(STAMP) ## run the tests that need no GPU (PYTEST_ARGS=... adds arguments)
-	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+
+test: $(STAMP) ## run the quick tests that need no GPU (PYTEST_ARGS=... adds arguments)
+	$(PYTEST) -m "not gpu and not slow"
+
+test-all: test ## and then the slow ones: exhaustive products, long cases of the interpreters
+	$(PYTEST) -m "slow and not gpu"
 
 soak: $(STAMP) ## random calls, lost ranks, ever new packs, for MINUTES=30 from a SEED= (not in CI)
-	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(SEED:%=--seed %) $(SOAK_ARGS)
+	PYTHONPATH=tests:tests/helpers $(BIN)/python -m soak --minutes $(MINUTES) $(SEED:%=--seed %) $(SOAK_ARGS)
 
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .

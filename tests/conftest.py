@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +10,19 @@ import torch
 from ranks import Ranks
 
 torch.set_num_threads(1)  # small tensors: threads only get in each other's way
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the mark `product(n)`, all but one case in n are slow."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        product = item.get_closest_marker("product")
+        if product is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % product.args[0]:
+                item.add_marker("slow")
+            seen[test] += 1
 
 
 @pytest.fixture(scope="session")

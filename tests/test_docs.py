@@ -605,9 +605,9 @@ def test_files_that_are_named_exist(document: str) -> None:
 
 
 def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^(\w+):", text("Makefile"), re.M))
+    targets = set(re.findall(r"^([\w-]+):", text("Makefile"), re.M))
     for document in DOCUMENTS:
-        assert set(re.findall(r"(?:^|`)make (\w+)", text(document), re.M)) <= targets, document
+        assert set(re.findall(r"(?:^|`)make ([\w-]+)", text(document), re.M)) <= targets, document
 
 
 def test_commands_and_their_options_exist() -> None:

@@ -152,6 +152,7 @@ def check_model(rank: int, world_size: int, name: str, implementation: str) -> N
         assert_near(found_grads[key], expected, key)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sharded_model_equals_the_whole_one(ranks, name: str) -> None:
     ranks(2).run(check_model, name, "ring_attention")
@@ -256,6 +257,7 @@ def check_recomputation(rank: int, world_size: int, name: str) -> None:
                 assert_near(found, expected[key], f"{key}, {use_reentrant=}")
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_recomputation_has_the_documents_of_its_forward_pass(ranks, name: str) -> None:
     ranks(2).run(check_recomputation, name)

@@ -85,6 +85,7 @@ def run(sample: Sample, layout: str, route: str, world_size: int) -> Results:
     return results_of(attend, sample, sink)
 
 
+@pytest.mark.product(6)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize(("layout", "route", "form"), CASES)
 def test_fp64_agrees_with_the_oracle(layout: str, route: str, form: str, feature: str) -> None:
@@ -93,6 +94,7 @@ def test_fp64_agrees_with_the_oracle(layout: str, route: str, form: str, feature
         check(actual, oracle_of(form, feature), 1e-12)
 
 
+@pytest.mark.product(6)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize(("layout", "route", "form"), CASES)
 def test_fp32_agrees_with_one_rank(layout: str, route: str, form: str, feature: str) -> None:

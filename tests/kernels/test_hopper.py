@@ -113,6 +113,7 @@ def _run(rank: int, world_size: int, name: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.product(5)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(pool: Ranks, name: str) -> None:
     (errors,) = pool.run(_run, name)

@@ -36,6 +36,7 @@ def _with_groups_split(rank: int, world_size: int, name: str) -> tuple[dict[str,
     return errors, [call.args[6].get("parts") for call in launches.call_args_list]
 
 
+@pytest.mark.product(7)
 @pytest.mark.parametrize(
     "name", ["mqa", "steps", "documents", "sources", "query_ring", "ordered", "headdim_256"]
 )

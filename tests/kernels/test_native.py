@@ -194,6 +194,7 @@ def check(
         torch.testing.assert_close(ours_one, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.product(6)
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 @pytest.mark.parametrize("layout", layout_names())
 @pytest.mark.usefixtures("plain", "nan_memory")

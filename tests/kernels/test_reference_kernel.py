@@ -250,6 +250,7 @@ def test_distributing_costs_no_accuracy(layout: str, route: str, dtype: torch.dt
             assert ratio <= 1.1, f"{name} on {world_size} ranks: {ratio:.3f} x one device"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["ring", "all_gather", "query_ring"])
 def test_fp16_at_256k_keys(route: str) -> None:
     """16 queries against 2¹⁸ keys: the state does not fall into fp16's subnormals."""
@@ -269,6 +270,7 @@ def test_fp16_at_256k_keys(route: str) -> None:
             assert rms(out[0, :, 0], exact) <= 1.1 * rms(alone[0, :, 0], exact)
 
 
+@pytest.mark.slow
 def test_speed_is_within_twice_of_torchs_own() -> None:
     """B1 H8 S4096 D64 fp32 forward, one thread each, the best of interleaved repeats."""
     q, k, v = (torch.randn(1, 4096, 8, 64) for _ in range(3))

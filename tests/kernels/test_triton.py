@@ -169,6 +169,7 @@ def _poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.product(5)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(pool: Ranks, name: str) -> None:
     (errors,) = pool.run(_run, name)

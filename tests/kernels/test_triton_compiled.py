@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 from machine_code import Code, compilers, overwritten, read_nvidia
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    ),
+]
 
 GPUS: dict[str, tuple[str, int | str, int]] = {  # (backend, architecture, threads of a warp)
     "sm_80": ("cuda", 80, 32),

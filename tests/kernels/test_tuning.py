@@ -285,6 +285,7 @@ def interpreter() -> Iterator[Ranks]:
     pool.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_kernels_agree_with_themselves(interpreter: Ranks, dtype: torch.dtype) -> None:
     ((choices, lines),) = interpreter.run(_tune_interpreted, dtype, timeout=250)

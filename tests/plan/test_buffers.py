@@ -21,6 +21,7 @@ from ring_flash_attn.plan.tiles import Mask
 POINTS = [(layout, route) for layout in layout_names() for route in route_names()]
 
 
+@pytest.mark.product(6)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("layout", "route"), POINTS)
 @given(data=st.data())

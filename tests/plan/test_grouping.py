@@ -76,6 +76,7 @@ def run(sample: Sample, layout: str, world_size: int, route: str = "ring", **mor
     return results_of(attend, sample)
 
 
+@pytest.mark.product(6)
 @pytest.mark.parametrize("sources", SOURCES)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("form", FORMS)

@@ -32,6 +32,7 @@ POINTS = [(layout, route) for layout in layout_names() for route in route_names(
 BALANCED = [(name, route) for name, route in POINTS if "zigzag" in name or "stripe" in name]
 
 
+@pytest.mark.product(4)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("layout", "route"), POINTS)
 @given(data=st.data())
@@ -366,6 +367,7 @@ def test_a_new_route_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(plan.complete for plan in simulation.plans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "sources"), [*((route, 1) for route in route_names()), ("ring", 4)]
 )

@@ -20,6 +20,8 @@ from ring_flash_attn.report.schedules import scenes
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 pytest.importorskip("plotly", reason="needs plotly")
 
+pytestmark = pytest.mark.product(2)
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHARTS = ("throughput", "efficiency", "errors", "timelines")
 FIELDS = ("implementation", "shape", "device", "passes", "kind")
@@ -30,7 +32,7 @@ def browser() -> Iterator[Any]:
     """One for all tests."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        pytest.skip(f"needs a browser: none of {', '.join(NAMES)} is there")
+        pytest.skip(f"needs a browser, of {', '.join(NAMES)}: `apt-get install chromium`")
     with playwright.sync_playwright() as driver:
         started = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield started

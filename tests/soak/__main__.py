@@ -32,7 +32,7 @@ PACKS |= {"a group of 2": (0.05, 0.05), "8 threads": (0.1, 0.05)}
 CASES = {"reference": 10, "auto": 10, "triton": 1, "native": 1}
 VIRTUAL_BATCHES = 12
 
-HEAD = """# PYTHONPATH=tests .venv/bin/python reproduce.py
+HEAD = """# PYTHONPATH=tests:tests/helpers .venv/bin/python reproduce.py
 from soak import faults, packs
 from soak.cases import Case
 from soak.doors import Doors

@@ -105,7 +105,7 @@ def launch_forward(
     out, result = state.out, state.out if state.result is None else state.result
     if out.dtype is not torch.float32:
         # Nothing is carried, so that the kernel does not touch `out`. It has to be fp32 all the
-        # same: for another type the loop is compiled badly (tests/test_triton_compiled.py).
+        # same: for another type the loop is compiled badly (tests/kernels/test_triton_compiled.py).
         out = state.lse.as_strided((1, 1, 1, 1), (0, 0, 0, 0))
     blocks = blocks_for("forward", call)
     work = table(tiles, blocks.rows, blocks.columns, False, q.device)
