@@ -19,7 +19,7 @@ _SIGMA = 1.349  # of a normal distribution: distance of its quartiles
 _MEDIAN = 1.2533  # standard error of a median, against that of a mean
 
 
-class Move(Enum):
+class Outcome(Enum):
     """What became of a row."""
 
     FAILED = "fails now"
@@ -34,7 +34,7 @@ class Move(Enum):
     SAME = "same"
 
 
-BAD = (Move.FAILED, Move.WRONG, Move.SLOWER, Move.FATTER)
+BAD = (Outcome.FAILED, Outcome.WRONG, Outcome.SLOWER, Outcome.FATTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Change:
     percent: float | None
     spread: float | None
     memory_percent: float | None
-    verdict: Move
+    verdict: Outcome
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -86,7 +86,7 @@ def compare(before: Results, after: Results, limit: float) -> list[Change]:
         raise ValueError("the two files have no row in common: nothing to compare")
     rounds = (_rounds(before), _rounds(after))
     changes = [_change(old.get(key), new.get(key), rounds, limit) for key in {**old, **new}]
-    order = list(Move)
+    order = list(Outcome)
     return sorted(changes, key=lambda each: (order.index(each.verdict), -(each.percent or 0.0)))
 
 
@@ -103,39 +103,39 @@ def _change(
         row = new or old
         assert row is not None
         times = (None if old is None else old.ms, None if new is None else new.ms)
-        return Change(row, *times, None, None, None, Move.NEW if new else Move.MISSING)
+        return Change(row, *times, None, None, None, Outcome.NEW if new else Outcome.MISSING)
     percent, memory = _percent(old.ms, new.ms), _percent(old.peak_bytes, new.peak_bytes)
-    change = Change(new, old.ms, new.ms, percent, _spread(old, new, rounds), memory, Move.SAME)
+    change = Change(new, old.ms, new.ms, percent, _spread(old, new, rounds), memory, Outcome.SAME)
     return replace(change, verdict=_verdict(old, new, change, limit))
 
 
-def _verdict(old: Row, new: Row, change: Change, limit: float) -> Move:
+def _verdict(old: Row, new: Row, change: Change, limit: float) -> Outcome:
     """The worst that can be said."""
     if new.failed is not None or old.failed is not None:
         if new.failed is not None:
-            return Move.SAME if old.failed is not None else Move.FAILED
-        return Move.WORKS
+            return Outcome.SAME if old.failed is not None else Outcome.FAILED
+        return Outcome.WORKS
     if any(_is_worse(old.errors.get(name, {}), new.errors[name]) for name in new.errors):
-        return Move.WRONG
+        return Outcome.WRONG
     time = _time_verdict(change, limit)
-    if time is Move.SLOWER:
+    if time is Outcome.SLOWER:
         return time
     growth = (new.peak_bytes or 0) - (old.peak_bytes or 0)
     if old.peak_bytes is not None and growth > max(_MUCH, limit / 100 * old.peak_bytes):
-        return Move.FATTER
+        return Outcome.FATTER
     return time
 
 
-def _time_verdict(change: Change, limit: float) -> Move:
+def _time_verdict(change: Change, limit: float) -> Outcome:
     """SLOWER, FASTER, SAME or NOISY; SAME where nothing was timed."""
     if change.percent is None:
-        return Move.SAME
+        return Outcome.SAME
     low, high = change.interval or (-math.inf, math.inf)
     if change.percent > limit and low > 0:
-        return Move.SLOWER
+        return Outcome.SLOWER
     if change.percent < -limit and high < 0:
-        return Move.FASTER
-    return Move.SAME if -limit <= low and high <= limit else Move.NOISY
+        return Outcome.FASTER
+    return Outcome.SAME if -limit <= low and high <= limit else Outcome.NOISY
 
 
 def _is_worse(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

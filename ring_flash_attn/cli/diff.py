@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..bench.cells import cell
-from ..bench.diff import BAD, Change, Move, compare
+from ..bench.diff import BAD, Change, Outcome, compare
 from ..bench.results import Results, Row, check_output, load
 from . import options as o
 from .console import make_table, screen, usage_errors, write_json
@@ -20,12 +20,12 @@ from .console import make_table, screen, usage_errors, write_json
 _NOISY_CODE = 3
 _STYLES = {
     **dict.fromkeys(BAD, "bold red"),
-    Move.MISSING: "yellow",
-    Move.NOISY: "yellow",
-    Move.NEW: "yellow",
-    Move.FASTER: "green",
-    Move.WORKS: "green",
-    Move.SAME: "",
+    Outcome.MISSING: "yellow",
+    Outcome.NOISY: "yellow",
+    Outcome.NEW: "yellow",
+    Outcome.FASTER: "green",
+    Outcome.WORKS: "green",
+    Outcome.SAME: "",
 }
 
 
@@ -74,18 +74,18 @@ def diff(
     console = screen()
     for line in _differences(old, new):
         console.print(f"[yellow]{escape(line)}[/]")
-    shown = [each for each in changes if show_same or each.verdict is not Move.SAME]
+    shown = [each for each in changes if show_same or each.verdict is not Outcome.SAME]
     if shown:
         console.print(_table(shown))
     console.print(_summary(changes))
     write_json(console, [_plain(each) for each in changes], json_file)
-    bad = {*BAD, Move.MISSING} if require_all else {*BAD}
+    bad = {*BAD, Outcome.MISSING} if require_all else {*BAD}
     found = {each.verdict for each in changes}
-    if Move.NOISY in found:
+    if Outcome.NOISY in found:
         console.print("too noisy to tell: measure again with more --repeats", markup=False)
     if found & bad:
         raise typer.Exit(1)
-    raise typer.Exit(_NOISY_CODE if fail_on_noisy and Move.NOISY in found else 0)
+    raise typer.Exit(_NOISY_CODE if fail_on_noisy and Outcome.NOISY in found else 0)
 
 
 def _percent(text: str) -> float:
@@ -125,7 +125,7 @@ def _cells(change: Change) -> Iterator[str]:
     yield cell(change.memory_percent, "+.1f", "", " %")
 
 
-def _styled(verdict: Move, count: str = "") -> str:
+def _styled(verdict: Outcome, count: str = "") -> str:
     text, style = f"{count}{verdict.value}", _STYLES[verdict]
     return f"[{style}]{text}[/]" if style else text
 
@@ -144,7 +144,7 @@ def _describe(row: Row) -> str:
 
 
 def _summary(changes: Sequence[Change]) -> str:
-    counts = {verdict: sum(each.verdict is verdict for each in changes) for verdict in Move}
+    counts = {verdict: sum(each.verdict is verdict for each in changes) for verdict in Outcome}
     parts = [_styled(verdict, f"{count} ") for verdict, count in counts.items() if count]
     return f"{len(changes)} rows: {', '.join(parts)}"
 

@@ -11,7 +11,7 @@ import typer
 from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..kernels.base import AUTO
-from ..verify.catalogue import BASE, FEATURES, Choice, make_calls
+from ..verify.catalogue import BASE, FEATURES, VerifyOptions, make_calls
 from .console import running, screen, write
 from .groups import check_backend, check_no_group, check_timeout, check_world_size
 from .options import Backend, Device, JsonFile, Kernels, Layouts, Routes, Timeout, Versus
@@ -102,7 +102,7 @@ def verify(
         if device is not None and ":" in device:
             raise ValueError(f"--device {device}: ranks take GPUs in turn; say cuda")
         kernels, baseline = find_versus(kernel or [AUTO], versus)
-        choice = Choice(
+        options = VerifyOptions(
             names=tuple(names or ()),
             layouts=tuple(layout or ()),
             routes=tuple(route or ()),
@@ -117,30 +117,30 @@ def verify(
             report=compares,
             versus=baseline if compares else "",
         )
-        group = "" if virtual else check_backend(backend, choice.device, ranks)
-        calls = make_calls(choice)
+        group = "" if virtual else check_backend(backend, options.device, ranks)
+        calls = make_calls(options)
         used = {call.placement.kernel for call in calls}
         if versus is not None and used == {versus}:
             raise ValueError(f"--versus {versus}: no other --kernel is compared with it")
         if versus is not None and versus not in used:
             raise ValueError(f"--versus {versus}: the functions' own names say their kernel")
-        check_kernels(calls, choice)
+        check_kernels(calls, options)
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
     console = screen(quiet=not prints)
     start = time.perf_counter()
     results = []
     with running(console, "verify", len(calls)) as (_, advance):
-        for result in check_all(calls, choice, group, patience):
+        for result in check_all(calls, options, group, patience):
             results.append(result)
             advance()
     seconds = time.perf_counter() - start
     reports.print_report(console, results, verbose, seconds)
     if report:
-        reports.print_precision(console, results, choice, versus, verbose > 0)
+        reports.print_precision(console, results, options, versus, verbose > 0)
     if markdown is not None and prints:
-        reports.write_markdown(markdown, results, choice, seconds, verbose > 0)
+        reports.write_markdown(markdown, results, options, seconds, verbose > 0)
         console.print(f"wrote {markdown}", markup=False, soft_wrap=True)
     if json_file is not None and prints:
-        write(console, reports.verify_results(results, choice, seconds), json_file)
+        write(console, reports.verify_results(results, options, seconds), json_file)
     raise typer.Exit(reports.exit_code(results))

@@ -44,7 +44,7 @@ _TOGETHER = ("causal_window", "softcap", "alibi", "sink", "dropout", "lse_grad")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class VerifyOptions:
     """What the user wants to be checked; empty means all.
 
     Attributes:
@@ -91,22 +91,22 @@ class VerifyCall:
     seed: int
 
 
-def make_calls(choice: Choice) -> list[VerifyCall]:
+def make_calls(options: VerifyOptions) -> list[VerifyCall]:
     """All calls, those with one workload next to each other, the kernel `versus` first.
 
     Raises:
         ValueError: there is no such function, or none with these layouts, routes and features.
     """
-    for layout in choice.layouts or layout_names():
+    for layout in options.layouts or layout_names():
         if layout not in cut_names():
             raise ValueError(f"verify cannot cut layout {layout!r} yet: teach verify/cut.py")
     calls = [
         call
-        for function in find_functions(choice.names)
-        if not (choice.virtual and _is_twin(function))
-        for layout, route in function.points(choice.layouts, choice.routes)
-        for kernel in ((function.prefix,) if function.prefix else choice.kernels)
-        for call in _calls(function, layout, route, kernel, choice)
+        for function in find_functions(options.names)
+        if not (options.virtual and _is_twin(function))
+        for layout, route in function.points(options.layouts, options.routes)
+        for kernel in ((function.prefix,) if function.prefix else options.kernels)
+        for call in _calls(function, layout, route, kernel, options)
     ]
     if not calls:
         raise ValueError("no function goes with these of --layout, --route and --feature")
@@ -114,7 +114,7 @@ def make_calls(choice: Choice) -> list[VerifyCall]:
     for call in calls:
         order.setdefault(call.workload, len(order))
     return sorted(
-        calls, key=lambda call: (order[call.workload], call.placement.kernel != choice.versus)
+        calls, key=lambda call: (order[call.workload], call.placement.kernel != options.versus)
     )
 
 
@@ -124,20 +124,20 @@ def _is_twin(function: PublicFunction) -> bool:
 
 
 def _calls(
-    function: PublicFunction, layout: str, route: str, kernel: str, choice: Choice
+    function: PublicFunction, layout: str, route: str, kernel: str, options: VerifyOptions
 ) -> Iterator[VerifyCall]:
     form, signature = function.form, function.signature
     stride = 1 if signature in ("gathered_documents", "llama3") else None
-    placement = Placement(choice.world_size, layout, route, kernel, stride)
-    for feature in choice.features or FEATURES:
-        if not _possible(signature, form, feature, bool(choice.features)):
+    placement = Placement(options.world_size, layout, route, kernel, stride)
+    for feature in options.features or FEATURES:
+        if not _possible(signature, form, feature, bool(options.features)):
             continue
         for packed in _packings(function, layout, feature):
-            workload = _workload(function, feature, packed, choice)
-            for dtype in _dtypes(choice, form, feature):
+            workload = _workload(function, feature, packed, options)
+            for dtype in _dtypes(options, form, feature):
                 own = replace(workload, dtype=dtype)
                 yield VerifyCall(
-                    function.name, form, signature, feature, own, placement, choice.seed
+                    function.name, form, signature, feature, own, placement, options.seed
                 )
 
 
@@ -161,17 +161,19 @@ def _packings(function: PublicFunction, layout: str, feature: str) -> tuple[bool
     return (False, True) if both else (True,)
 
 
-def _dtypes(choice: Choice, form: str, feature: str) -> tuple[str, ...]:
-    if choice.dtypes:
-        return choice.dtypes
+def _dtypes(options: VerifyOptions, form: str, feature: str) -> tuple[str, ...]:
+    if options.dtypes:
+        return options.dtypes
     few = feature in _FEW and form in ("func", "")
-    return _DTYPES[choice.device] if few else _DTYPES[choice.device][:1]
+    return _DTYPES[options.device] if few else _DTYPES[options.device][:1]
 
 
-def _workload(function: PublicFunction, feature: str, packed: bool, choice: Choice) -> Workload:
+def _workload(
+    function: PublicFunction, feature: str, packed: bool, options: VerifyOptions
+) -> Workload:
     """For a function and a feature, in any dtype."""
-    base = choice.workload
-    lengths = _lengths(function.signature, feature, packed, base.seqlen, choice.world_size)
+    base = options.workload
+    lengths = _lengths(function.signature, feature, packed, base.seqlen, options.world_size)
     changes: dict[str, Any] = {"seqlen": sum(lengths)}
     if packed:
         changes = {"batch": 1, "cu_seqlens": tuple(accumulate(lengths, initial=0))}

@@ -21,7 +21,7 @@ from ..bench.workload import Placement, Workload
 from ..comm import launch
 from ..engine.entry import run_virtual
 from ..kernels.base import AUTO, choose_kernel
-from .catalogue import Choice, VerifyCall
+from .catalogue import VerifyCall, VerifyOptions
 from .cut import cut
 from .expected import Error, Tensors, expected, make_inputs
 
@@ -68,15 +68,15 @@ class Result:
 # All calls.
 
 
-def check_kernels(calls: Sequence[VerifyCall], choice: Choice) -> None:
+def check_kernels(calls: Sequence[VerifyCall], options: VerifyOptions) -> None:
     """NotImplementedError for kernels that can do none of the calls they were asked for."""
-    device = launch.rank_device(choice.device, 0)
+    device = launch.rank_device(options.device, 0)
     refused = {}
     for kernel in dict.fromkeys(call.placement.kernel for call in calls):
         own = [call for call in calls if call.placement.kernel == kernel]
         reasons = [_why_not(call, device) for call in own]
         if kernel != AUTO and all(reasons):
-            asked = f"--kernel {kernel}" if kernel in choice.kernels else own[0].function
+            asked = f"--kernel {kernel}" if kernel in options.kernels else own[0].function
             refused[asked] = reasons
     refuse_kernels(refused, device)
 
@@ -96,17 +96,17 @@ def _kernel(call: VerifyCall, device: torch.device) -> str:
 
 
 def check_all(
-    calls: Sequence[VerifyCall], choice: Choice, backend: str, timeout: float
+    calls: Sequence[VerifyCall], options: VerifyOptions, backend: str, timeout: float
 ) -> Iterator[Result]:
     """Results in the order of the calls, each as soon as all ranks have it."""
-    if choice.virtual:
+    if options.virtual:
         with _one_thread():
-            yield from map(_merged, _check(calls, choice, None))
+            yield from map(_merged, _check(calls, options, None))
     elif launch.torchrun_rank():
-        found = launch.run_joined(check_on_rank, (calls, choice), choice.device, backend)
+        found = launch.run_joined(check_on_rank, (calls, options), options.device, backend)
         yield from map(_merged, found)
     else:
-        yield from _spawned(calls, choice, backend, timeout)
+        yield from _spawned(calls, options, backend, timeout)
 
 
 @contextmanager
@@ -121,15 +121,15 @@ def _one_thread() -> Iterator[None]:
 
 
 def _spawned(
-    calls: Sequence[VerifyCall], choice: Choice, backend: str, timeout: float
+    calls: Sequence[VerifyCall], options: VerifyOptions, backend: str, timeout: float
 ) -> Iterator[Result]:
     """In new processes; after a crash in yet newer ones, from the next call on."""
     done = crashes = 0
     while done < len(calls) and crashes < MOST_ERRORS:
-        args = (calls[done:], choice)
+        args = (calls[done:], options)
         try:
             for ranks in launch.run_spawned(
-                check_on_rank, args, choice.world_size, choice.device, backend, timeout
+                check_on_rank, args, options.world_size, options.device, backend, timeout
             ):
                 yield _merged(ranks)
                 done += 1
@@ -155,18 +155,20 @@ def _merged(ranks: Sequence[Result]) -> Result:
 
 
 def check_on_rank(
-    rank: int, world_size: int, calls: Sequence[VerifyCall], choice: Choice
+    rank: int, world_size: int, calls: Sequence[VerifyCall], options: VerifyOptions
 ) -> Iterator[Result]:
     """What a rank of a group finds out about each call."""
-    for (result,) in _check(calls, choice, rank):
+    for (result,) in _check(calls, options, rank):
         yield result
 
 
-def _check(calls: Sequence[VerifyCall], choice: Choice, rank: int | None) -> Iterator[list[Result]]:
+def _check(
+    calls: Sequence[VerifyCall], options: VerifyOptions, rank: int | None
+) -> Iterator[list[Result]]:
     """What this process finds out about each call, as one rank or, with None, as all of them."""
     here = rank or 0
-    device = launch.rank_device(choice.device, here)
-    differences = Differences(choice, device)
+    device = launch.rank_device(options.device, here)
+    differences = Differences(options, device)
     for call in calls:
         inputs = make_inputs(call.workload, call.seed, device)
         spread = bool(call.placement.layout)
@@ -335,15 +337,15 @@ def _differentiate(
 
 
 class Differences:
-    """Compares what a process computes with one device, and with the kernel `choice.versus`.
+    """Compares what a process computes with one device, and with the kernel `options.versus`.
 
     Args:
-        choice: what to compare; nothing without a report.
+        options: what to compare; nothing without a report.
         device: of the process.
     """
 
-    def __init__(self, choice: Choice, device: torch.device) -> None:
-        self._choice, self._device = choice, device
+    def __init__(self, options: VerifyOptions, device: torch.device) -> None:
+        self._choice, self._device = options, device
         self._workload: Workload | None = None
         self._baseline: dict[tuple[str, str, str, int], tuple[str, Tensors]] = {}
 

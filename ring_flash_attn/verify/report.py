@@ -29,7 +29,7 @@ from ..bench.results import BOTH, VERIFY, Results, Row
 from ..bench.workload import SHORT_DTYPES
 from ..plan.build import route_names
 from ..plan.layout import layout_names
-from .catalogue import Choice
+from .catalogue import VerifyOptions
 from .check import Result, Status
 from .expected import ACCEPTED_GRADIENT, ACCEPTED_OUTPUT, OUTPUTS, Error, accepted_error
 
@@ -330,15 +330,19 @@ def _difference_lines(
 
 
 def print_precision(
-    console: Console, results: Sequence[Result], choice: Choice, versus: str | None, by_rank: bool
+    console: Console,
+    results: Sequence[Result],
+    options: VerifyOptions,
+    versus: str | None,
+    by_rank: bool,
 ) -> None:
     """The precision report; `versus` is the kernel that the user named."""
-    for title, lines in by_place(precision_lines(results, choice.world_size, by_rank)):
+    for title, lines in by_place(precision_lines(results, options.world_size, by_rank)):
         console.print(_precision_table(title, lines))
     console.print(READING, markup=False)
     if versus and not any(versus in result.differences for result in results):
         console.print(f"--versus {versus}: no other kernel was used", markup=False)
-    differences = list(_difference_lines(results, choice.world_size, by_rank))
+    differences = list(_difference_lines(results, options.world_size, by_rank))
     for title, lines in differences:
         console.print(_precision_table(title, lines))
     if differences:
@@ -358,19 +362,19 @@ def _precision_table(title: str, lines: Iterable[Line]) -> Table:
 
 
 def write_markdown(
-    path: Path, results: Sequence[Result], choice: Choice, seconds: float, by_rank: bool
+    path: Path, results: Sequence[Result], options: VerifyOptions, seconds: float, by_rank: bool
 ) -> None:
     """The precision report."""
-    device = machine(find_device(choice.device))["device"]
+    device = machine(find_device(options.device))["device"]
     counts = ", ".join(f"{n} {status.value}" for status, n in _counts(results, Status).items())
     text = ["# Precision", "", f"`{command()}`", ""]
     text.append(f"- {len(results)} cases: {counts} ({seconds:.1f} s)")
     text.append(f"- device: {device}; " + ", ".join(f"{a} {b}" for a, b in versions().items()))
     text += [f"- {line}" for line in accepted_in_words(results)]
     text += ["", READING]
-    for title, lines in by_place(precision_lines(results, choice.world_size, by_rank)):
+    for title, lines in by_place(precision_lines(results, options.world_size, by_rank)):
         text += _markdown_table(title, lines)
-    differences = list(_difference_lines(results, choice.world_size, by_rank))
+    differences = list(_difference_lines(results, options.world_size, by_rank))
     if differences:
         text += ["", READING_DIFFERENCES]
     for title, lines in differences:
@@ -394,11 +398,11 @@ def _markdown_table(title: str, lines: Sequence[Line]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def verify_results(results: Sequence[Result], choice: Choice, seconds: float) -> Results:
+def verify_results(results: Sequence[Result], options: VerifyOptions, seconds: float) -> Results:
     """Everything: a row for each case and rank, and the cases themselves under "verify"."""
-    settings = {"seconds": round(seconds, 3), "seed": choice.seed}
+    settings = {"seconds": round(seconds, 3), "seed": options.seed}
     details = {
-        "configuration": {**asdict(choice), "workload": choice.workload.to_dict()},
+        "configuration": {**asdict(options), "workload": options.workload.to_dict()},
         "versions": versions(),
         "devices": devices(),
         "variables": variables(),
@@ -407,7 +411,7 @@ def verify_results(results: Sequence[Result], choice: Choice, seconds: float) ->
         "cases": [_case(result) for result in results],
     }
     rows = [row for result in results for row in _rows(result)]
-    return make_results(rows, find_device(choice.device), settings, details={"verify": details})
+    return make_results(rows, find_device(options.device), settings, details={"verify": details})
 
 
 def _case(result: Result) -> dict[str, Any]:

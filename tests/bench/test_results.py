@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ring_flash_attn.bench.diff import Move, compare
+from ring_flash_attn.bench.diff import Outcome, compare
 from ring_flash_attn.bench.results import Results, Row, check_output, load
 from ring_flash_attn.cli.app import app
 
@@ -131,7 +131,7 @@ def error(relative: float | str) -> dict[str, Any]:
     return {"errors": {"out": {"relative": relative}}}
 
 
-def verdict(old: Row | None, new: Row | None, limit: float = 5.0) -> Move:
+def verdict(old: Row | None, new: Row | None, limit: float = 5.0) -> Outcome:
     always = row(implementation="always")
     both = [results(always, *([each] if each else [])) for each in (old, new)]
     (found,) = (each for each in compare(*both, limit) if each.row.implementation != "always")
@@ -141,40 +141,40 @@ def verdict(old: Row | None, new: Row | None, limit: float = 5.0) -> Move:
 @pytest.mark.parametrize(
     ("old", "new", "want"),
     [
-        ({}, {}, Move.SAME),
-        ({}, {"samples_ms": times(1.02)}, Move.SAME),
-        ({}, {"samples_ms": times(1.04)}, Move.NOISY),  # 1.5 % to 6.6 %
-        ({}, {"samples_ms": times(1.06)}, Move.SLOWER),
-        ({}, {"samples_ms": times(0.9)}, Move.FASTER),
+        ({}, {}, Outcome.SAME),
+        ({}, {"samples_ms": times(1.02)}, Outcome.SAME),
+        ({}, {"samples_ms": times(1.04)}, Outcome.NOISY),  # 1.5 % to 6.6 %
+        ({}, {"samples_ms": times(1.06)}, Outcome.SLOWER),
+        ({}, {"samples_ms": times(0.9)}, Outcome.FASTER),
         # with runs that are 20 % apart, neither 6 % nor 0 % says anything
-        ({"samples_ms": WIDE}, {"samples_ms": (0.86, 1.06, 1.26) * 3}, Move.NOISY),
-        ({"samples_ms": WIDE}, {"samples_ms": WIDE}, Move.NOISY),
-        ({"samples_ms": WIDE}, {"samples_ms": WILD}, Move.NOISY),  # +200 % ± 59 %
-        ({"samples_ms": WILD}, {"samples_ms": WIDE}, Move.NOISY),
-        ({"samples_ms": WIDE}, {"samples_ms": tuple(3 * x for x in WIDE)}, Move.SLOWER),
-        ({"samples_ms": (1.0,)}, {"samples_ms": (1.06,)}, Move.NOISY),
-        ({"samples_ms": (1.0,) * 3}, {"samples_ms": (1.0,) * 3}, Move.NOISY),
-        ({}, {"samples_ms": (1.0,) * 5 + (9e3,) * 3}, Move.NOISY),
-        ({"samples_ms": WIDE}, {"samples_ms": WIDE, "peak_bytes": 110 << 20}, Move.FATTER),
-        ({"samples_ms": ()}, {"samples_ms": ()}, Move.SAME),
-        ({}, {"peak_bytes": 110 << 20}, Move.FATTER),
-        ({}, {"peak_bytes": 90 << 20}, Move.SAME),
-        ({"peak_bytes": 0}, {"peak_bytes": 2 << 20}, Move.FATTER),
-        ({"peak_bytes": 0}, {"peak_bytes": 1 << 10}, Move.SAME),
-        ({}, {"samples_ms": times(0.5), "peak_bytes": 110 << 20}, Move.FATTER),
-        ({}, {"failed": "no"}, Move.FAILED),
-        ({"failed": "no"}, {"failed": "no"}, Move.SAME),
-        ({"failed": "no"}, {}, Move.WORKS),
-        (error(0.01), error(0.03), Move.SAME),
-        (error(0.01), error(0.05), Move.WRONG),
-        (error(0.01), error("nan"), Move.WRONG),
-        (error("nan"), error("nan"), Move.SAME),
-        ({}, {"errors": {"out": {"passed": False}}}, Move.WRONG),
-        (None, {}, Move.NEW),
-        ({}, None, Move.MISSING),
+        ({"samples_ms": WIDE}, {"samples_ms": (0.86, 1.06, 1.26) * 3}, Outcome.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": WIDE}, Outcome.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": WILD}, Outcome.NOISY),  # +200 % ± 59 %
+        ({"samples_ms": WILD}, {"samples_ms": WIDE}, Outcome.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": tuple(3 * x for x in WIDE)}, Outcome.SLOWER),
+        ({"samples_ms": (1.0,)}, {"samples_ms": (1.06,)}, Outcome.NOISY),
+        ({"samples_ms": (1.0,) * 3}, {"samples_ms": (1.0,) * 3}, Outcome.NOISY),
+        ({}, {"samples_ms": (1.0,) * 5 + (9e3,) * 3}, Outcome.NOISY),
+        ({"samples_ms": WIDE}, {"samples_ms": WIDE, "peak_bytes": 110 << 20}, Outcome.FATTER),
+        ({"samples_ms": ()}, {"samples_ms": ()}, Outcome.SAME),
+        ({}, {"peak_bytes": 110 << 20}, Outcome.FATTER),
+        ({}, {"peak_bytes": 90 << 20}, Outcome.SAME),
+        ({"peak_bytes": 0}, {"peak_bytes": 2 << 20}, Outcome.FATTER),
+        ({"peak_bytes": 0}, {"peak_bytes": 1 << 10}, Outcome.SAME),
+        ({}, {"samples_ms": times(0.5), "peak_bytes": 110 << 20}, Outcome.FATTER),
+        ({}, {"failed": "no"}, Outcome.FAILED),
+        ({"failed": "no"}, {"failed": "no"}, Outcome.SAME),
+        ({"failed": "no"}, {}, Outcome.WORKS),
+        (error(0.01), error(0.03), Outcome.SAME),
+        (error(0.01), error(0.05), Outcome.WRONG),
+        (error(0.01), error("nan"), Outcome.WRONG),
+        (error("nan"), error("nan"), Outcome.SAME),
+        ({}, {"errors": {"out": {"passed": False}}}, Outcome.WRONG),
+        (None, {}, Outcome.NEW),
+        ({}, None, Outcome.MISSING),
     ],
 )
-def test_verdicts(old: dict[str, Any] | None, new: dict[str, Any] | None, want: Move) -> None:
+def test_verdicts(old: dict[str, Any] | None, new: dict[str, Any] | None, want: Outcome) -> None:
     rows = [None if each is None else row(**each) for each in (old, new)]
     assert verdict(*rows) is want
 

@@ -150,7 +150,7 @@ def test_calls_compute_attention_of_the_shards(ranks: Callable[[int], Ranks]) ->
 def test_theoretic_is_one_device_times_ranks_and_the_slowest_rank_counts() -> None:
     made = target("ring_flash_attn_func")
     settings = Settings(2, CPU, "gloo", repeats=2, grad=False)
-    trials = [on_rank.Trial({FORWARD: size}) for size in (5, 7)]
+    trials = [on_rank.FirstRuns({FORWARD: size}) for size in (5, 7)]
     own, base = (made.name, FORWARD), (made.base, FORWARD)
     rounds = [
         [{own: 10.0, base: 1.0}, {own: 12.0, base: 2.0}],

@@ -28,7 +28,7 @@ from ring_flash_attn.kernels.base import kernel_names
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.verify import check
-from ring_flash_attn.verify.catalogue import Choice, VerifyCall, make_calls
+from ring_flash_attn.verify.catalogue import VerifyCall, VerifyOptions, make_calls
 from ring_flash_attn.verify.cut import cut, cut_names
 from ring_flash_attn.verify.expected import Expected, dropout_seed, expected
 from ring_flash_attn.verify.report import precision_lines
@@ -161,7 +161,7 @@ def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) 
 
 
 def test_every_public_function_is_verified() -> None:
-    calls = make_calls(Choice())
+    calls = make_calls(VerifyOptions())
     assert {call.function for call in calls} == set(function_names())
     assert set(function_names(prefixes=True)) == set(FUNCTIONS)
     anywhere = {
@@ -202,7 +202,7 @@ def test_a_wrong_gradient_of_a_few_tokens_fails() -> None:
     base = Workload(batch=1, seqlen=8, nheads=2, nheads_k=1, headdim=8, causal=True)
     names, dtype = ("flash_attn_func",), torch.bfloat16
     (call,) = make_calls(
-        Choice(names, features=("causal",), dtypes=("bfloat16",), seed=4, workload=base)
+        VerifyOptions(names, features=("causal",), dtypes=("bfloat16",), seed=4, workload=base)
     )
     tensors = expected(call.workload, call.seed, torch.device("cpu"))
     for name in ("dq", "dk", "dv"):
@@ -213,7 +213,7 @@ def test_a_wrong_gradient_of_a_few_tokens_fails() -> None:
 
 def test_a_right_gradient_passes_where_its_terms_cancel() -> None:
     """The products of dout and out almost cancel; out has been rounded before."""
-    choice = Choice(
+    options = VerifyOptions(
         names=("ring_flash_attn_func",),
         features=("sink", "together"),
         dtypes=("float16", "bfloat16"),
@@ -222,9 +222,9 @@ def test_a_right_gradient_passes_where_its_terms_cancel() -> None:
         seed=59,
         workload=Workload(batch=1, seqlen=1, nheads=2, nheads_k=1, headdim=8, causal=True),
     )
-    for result in check.check_all(make_calls(choice), choice, "", 60.0):
+    for result in check.check_all(make_calls(options), options, "", 60.0):
         assert result.status is check.Status.PASS, result
-        lines = precision_lines([result], choice.world_size, by_rank=True)
+        lines = precision_lines([result], options.world_size, by_rank=True)
         assert {line.verdict for line in lines} == {"within"}, "the report agrees"
 
 
@@ -241,7 +241,7 @@ def test_infinities_have_to_agree_and_nan_never_passes() -> None:
 
 
 def test_a_rank_answers_for_its_own_part_of_the_sink_gradient() -> None:
-    (call, *_) = make_calls(Choice(names=("ring_flash_attn_func",), features=("sink",)))
+    (call, *_) = make_calls(VerifyOptions(names=("ring_flash_attn_func",), features=("sink",)))
     given = call.workload, call.seed, torch.device("cpu")
     total = call.workload.seqlen
     parts = [expected(*given, tuple(cut("stripe", (total,), rank, 3))) for rank in range(3)]
@@ -294,8 +294,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_wrong_kernel_is_found_and_its_tensor_named(broken: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     arguments = ("ring_attention", "--virtual", "--kernel", broken, "--layout", "zigzag")
-    choice = ("--route", "ring", "--feature", "causal", "--dtype", "float64", "--device", "cpu")
-    result = rfa("verify", *arguments, *choice, "--json", str(report))
+    options = ("--route", "ring", "--feature", "causal", "--dtype", "float64", "--device", "cpu")
+    result = rfa("verify", *arguments, *options, "--json", str(report))
     assert result.exit_code == 1
     assert "dv on rank 0: largest error" in result.output
     assert "dk on rank" not in result.output
@@ -373,8 +373,8 @@ def test_verify_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch
     asked = []
     found = "ring_flash_attn.bench.machine.find_device"
     monkeypatch.setattr(found, lambda device, what: torch.device("cuda", 0))
-    monkeypatch.setattr(check, "check_kernels", lambda calls, choice: asked.append(choice))
-    monkeypatch.setattr(check, "check_all", lambda calls, choice, *_: iter(()))
+    monkeypatch.setattr(check, "check_kernels", lambda calls, options: asked.append(options))
+    monkeypatch.setattr(check, "check_all", lambda calls, options, *_: iter(()))
     assert rfa("verify", "ring_flash_attn_func", "--virtual").exit_code == 1, "nothing was checked"
     assert asked[0].device == "cuda"
     result = rfa("verify", "--device", "cuda:1")
@@ -439,7 +439,7 @@ def test_a_rank_that_hangs_is_named() -> None:
 
 
 def crashes_in_full(
-    rank: int, world_size: int, calls: list[VerifyCall], choice: Choice
+    rank: int, world_size: int, calls: list[VerifyCall], options: VerifyOptions
 ) -> Iterator[check.Result]:
     for call in calls:
         if rank == 1 and call.feature == "full":

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.verify.catalogue import Choice, VerifyCall, make_calls
+from ring_flash_attn.verify.catalogue import VerifyCall, VerifyOptions, make_calls
 from ring_flash_attn.verify.check import Result, Status
 from ring_flash_attn.verify.expected import Error
 from ring_flash_attn.verify.report import (
@@ -24,8 +24,8 @@ from ring_flash_attn.verify.report import (
 
 
 def call(function: str, feature: str = "causal", dtype: str = "bfloat16") -> VerifyCall:
-    choice = Choice(names=(function,), features=(feature,), dtypes=(dtype,), world_size=2)
-    return next(each for each in make_calls(choice) if each.function == function)
+    options = VerifyOptions(names=(function,), features=(feature,), dtypes=(dtype,), world_size=2)
+    return next(each for each in make_calls(options) if each.function == function)
 
 
 def error(tensor: str, rank: int, size: float, relative: float) -> Error:
@@ -80,8 +80,8 @@ def test_the_largest_errors_in_half_precision_in_a_sentence() -> None:
 
 def test_markdown_names_what_was_not_measured(tmp_path: Path) -> None:
     broken = Result(call(RING), Status.ERROR, reason="rank 1: Traceback\nKeyError: 'a mistake'")
-    choice = Choice(world_size=2)
-    write_markdown(tmp_path / "new" / "report.md", [*RESULTS, broken], choice, 1.5, by_rank=True)
+    options = VerifyOptions(world_size=2)
+    write_markdown(tmp_path / "new" / "report.md", [*RESULTS, broken], options, 1.5, by_rank=True)
     text = (tmp_path / "new" / "report.md").read_text()
     assert "5 cases: 4 pass, 1 error (1.5 s)" in text
     row = f"| `{RING}` | contiguous × ring × reference | bf16 | 2 | out | 1 | 2.00e+00 | 5.00e-01 "
@@ -92,7 +92,7 @@ def test_markdown_names_what_was_not_measured(tmp_path: Path) -> None:
 def test_infinities_can_be_written(tmp_path: Path) -> None:
     wrong = replace(RESULTS[0].errors[0], max=float("inf"))
     result = Result(call(RING), Status.FAIL, "reference", (wrong,))
-    verify_results([result], Choice(), 1.0).save(tmp_path / "report.json")
+    verify_results([result], VerifyOptions(), 1.0).save(tmp_path / "report.json")
     (row,) = load(tmp_path / "report.json").rows
     assert (row.errors["out"]["max"], row.errors["out"]["passed"]) == ("inf", False)
 

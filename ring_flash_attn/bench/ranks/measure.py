@@ -18,7 +18,7 @@ from ..replays.run import replay_ranks
 from ..results import RING, Row
 from ..versus import beside
 from ..workload import BOTH, FORWARD, Placement, Workload
-from .on_rank import Round, Trial, measure_on_rank, reason_of
+from .on_rank import FirstRuns, Round, measure_on_rank, reason_of
 from .target import Selection, Target
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _collect(
         pass
 
 
-def _failures(targets: Sequence[Target], items: Sequence[Sequence[Trial]]) -> dict[Target, str]:
+def _failures(targets: Sequence[Target], items: Sequence[Sequence[FirstRuns]]) -> dict[Target, str]:
     """Why targets could not be timed, in the words of the first rank that failed."""
     return {
         target: trial.failed
@@ -173,7 +173,10 @@ def _failures(targets: Sequence[Target], items: Sequence[Sequence[Trial]]) -> di
 
 
 def slowest_rank(
-    target: Target, settings: Settings, trials: Sequence[Trial], rounds: Sequence[Sequence[Round]]
+    target: Target,
+    settings: Settings,
+    trials: Sequence[FirstRuns],
+    rounds: Sequence[Sequence[Round]],
 ) -> dict[str, Timed]:
     """What the slowest rank of each round took, by passes."""
     found = {}

@@ -113,7 +113,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class FirstRuns:
     """What came of a target's first runs: most memory by passes, or why it cannot be timed."""
 
     peaks: dict[str, int | None] = field(default_factory=dict)
@@ -127,7 +127,7 @@ def measure_on_rank(
     passes: tuple[str, ...],
     repeats: int,
     device: str,
-) -> Iterator[Trial | Round]:
+) -> Iterator[FirstRuns | Round]:
     """A trial for each target, then `repeats` rounds with all that can be timed."""
     timer = _Timer(launch.rank_device(device, rank), passes)
     for target in targets:
@@ -145,13 +145,13 @@ class _Timer:
         self._works: dict[Key, tuple[Work, int]] = {}  # and how often in a row
         self._host: dict[Key, float] = {}  # ms that queueing takes
 
-    def attempt(self, target: Target) -> Trial:
+    def attempt(self, target: Target) -> FirstRuns:
         """Make the target ready and run it a few times; all ranks come to the same end."""
-        trial, outcome = Trial(), DONE
+        trial, outcome = FirstRuns(), DONE
         try:
             trial = self._make_ready(target)
         except EXPECTED as error:
-            trial, outcome = Trial(failed=reason_of(error)), type(error).__name__
+            trial, outcome = FirstRuns(failed=reason_of(error)), type(error).__name__
         try:
             self._group.agree_on(target.name, outcome)
         except (ValueError, RuntimeError):
@@ -165,13 +165,13 @@ class _Timer:
                 torch.cuda.empty_cache()
         return trial
 
-    def _make_ready(self, target: Target) -> Trial:
+    def _make_ready(self, target: Target) -> FirstRuns:
         """One device works as often in a row as it takes to equal a rank, at the same clocks."""
         if any((target.base, passes) not in self._works for passes in self._passes):
             self._add(target.base, call_on_one_device(target, self._device), self._group.size)
         calls = call_on_rank(target, self._group.rank, self._device)
         self._add(target.name, calls, 1)
-        return Trial({each: peak_bytes(calls[each], self._device) for each in self._passes})
+        return FirstRuns({each: peak_bytes(calls[each], self._device) for each in self._passes})
 
     def _add(self, name: str, calls: Calls, often: int) -> None:
         for passes in self._passes:
