@@ -100,8 +100,12 @@ def write(console: Console, results: Results, path: Path | None) -> None:
 def write_json(console: Console, value: Any, path: Path | None) -> None:
     """Write plain values likewise."""
     if path is not None:
-        text = json.dumps(plain_json(value), indent=1, allow_nan=False) + "\n"
-        _write(console, path, lambda: path.write_text(text, encoding="utf-8"))
+        write_text(console, json.dumps(plain_json(value), indent=1, allow_nan=False) + "\n", path)
+
+
+def write_text(console: Console, text: str, path: Path) -> None:
+    """Write a text likewise."""
+    _write(console, path, lambda: path.write_text(text, encoding="utf-8", newline="\n"))
 
 
 def _write(console: Console, path: Path, save: Callable[[], object]) -> None:

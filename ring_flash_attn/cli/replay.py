@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
-from ..bench.cells import ON_CPU
+from ..bench.cells import ON_CPU, cell
 from ..bench.link import NONE, find_link
-from ..bench.replays.results import Design, Measured, RankResult, Replay, replay_rows
+from ..bench.replays.results import Design, Measured, Replay, replay_rows
 from ..bench.results import check_output
 from ..bench.workload import BACKWARD, BOTH, FORWARD
 from ..kernels.base import AUTO, LIBRARIES
 from . import options
-from .console import screen, status, write
+from .console import make_table, screen, status, usage_errors, write, write_text
+from .workloads import parse_offsets
 
 _MIB = 2**20
 
@@ -79,10 +80,10 @@ def replay(
     """
     from ..bench import replay as run_replay
     from ..bench.machine import find_device, make_results
-    from ..draw.timeline import draw_timeline
+    from ..draw.svg import draw_timeline
 
     console = screen()
-    try:
+    with usage_errors():
         for path in (json_file, svg):
             check_output(path)
         _check_link(link or NONE, link_gbps, latency_us)
@@ -95,7 +96,7 @@ def replay(
                 route=route,
                 kernel=kernel,
                 seqlen=seqlen,
-                cu_seqlens=None if cu_seqlens is None else _offsets(cu_seqlens),
+                cu_seqlens=None if cu_seqlens is None else parse_offsets(cu_seqlens),
                 batch=batch,
                 nheads=nheads,
                 nheads_k=nheads_k,
@@ -111,8 +112,6 @@ def replay(
                 timeline=svg is not None or json_file is not None,
                 report=report,
             )
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
     for line in explain(found):
         console.print(line, markup=False)
     for table in (*map(_table, found.designs), _costs(found)):
@@ -123,8 +122,7 @@ def replay(
     rows = tuple(replay_rows(found))
     write(console, make_results(rows, where, {"repeats": repeats}, details=details), json_file)
     if svg is not None:
-        svg.write_text(draw_timeline(found), encoding="utf-8")
-        console.print(f"wrote {svg}", markup=False, soft_wrap=True)
+        write_text(console, draw_timeline(found), svg)
 
 
 def _check_link(link: str, gbps: float | None, latency_us: float | None) -> None:
@@ -137,13 +135,6 @@ def _check_link(link: str, gbps: float | None, latency_us: float | None) -> None
         raise ValueError(f"--link {link} and --link-gbps {gbps:g}: give one of them")
     if latency_us is not None and gbps is None and link == NONE:
         raise ValueError(f"--latency-us {latency_us:g} needs --link or --link-gbps")
-
-
-def _offsets(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--cu-seqlens must be whole numbers and commas, not {text!r}") from None
 
 
 def explain(replay: Replay) -> Iterator[str]:
@@ -178,62 +169,50 @@ def explain(replay: Replay) -> Iterator[str]:
 
 def _table(design: Design) -> Table:
     """A row for each rank, the slowest, and what one device takes."""
-    shown = Table(box=box.SIMPLE, padding=(0, 1), title=design.name, title_justify="left")
-    shown.add_column("", no_wrap=True)
-    for name in ("forward ms", "fwd+bwd ms"):
-        for column in (name, "TFLOP/s", "eff. %", "full %", "exposed", "MiB"):
-            shown.add_column(column, justify="right", no_wrap=True)
-    for each in design.ranks:
-        shown.add_row(f"rank {each.rank}", *_rank(design, each, each))
+    columns = ("TFLOP/s", "eff. %", "full %", "exposed", "MiB")
+    table = make_table([""], ["forward ms", *columns, "fwd+bwd ms", *columns], design.name)
+    rows = [(f"rank {each.rank}", each, each) for each in design.ranks]
     if len(design.ranks) > 1:
-        cells = _rank(design, design.slowest(both=False), design.slowest(both=True))
-        shown.add_row("slowest", *cells, style="bold")
+        rows.append(("slowest", design.slowest(both=False), design.slowest(both=True)))
+    for name, *ranks in rows:
+        cells = []
+        for each, passes in zip(ranks, (FORWARD, BOTH), strict=True):
+            shares = (design.efficiency(each), design.full_rate_efficiency(each))
+            exposed = None if each.measured.exposed is None else each.measured.exposed[passes]
+            more = [*(f"{share[passes]:.1f}" for share in shares), cell(exposed)]
+            cells += _cells(design, each.pairs, each.measured, passes, more)
+        table.add_row(name, *cells, style="bold" if name == "slowest" else None)
     for name, pairs, measured in (
         ("base", design.base_pairs, design.base),
         ("no mask", design.full_pairs, design.full),
     ):
-        cells = [
-            cell for passes in (FORWARD, BOTH) for cell in _row(design, pairs, measured, passes)
-        ]
-        shown.add_row(name, *cells)
+        both = (_cells(design, pairs, measured, passes, [""] * 3) for passes in (FORWARD, BOTH))
+        table.add_row(name, *chain.from_iterable(both))
     times = f"{design.theoretic.forward:.3f}", *[""] * 5, f"{design.theoretic.both:.3f}"
-    shown.add_row(f"{design.world_size} × base", *times)
-    return shown
+    table.add_row(f"{design.world_size} × base", *times)
+    return table
 
 
-def _rank(design: Design, first: RankResult, second: RankResult) -> list[str]:
-    """Forward of one rank, both passes of another (or the same)."""
-    cells = []
-    for each, passes in ((first, FORWARD), (second, BOTH)):
-        exposed = each.measured.exposed
-        shares = (design.efficiency(each), design.full_rate_efficiency(each))
-        more = [f"{getattr(share, passes):.1f}" for share in shares]
-        more.append("n/a" if exposed is None else f"{getattr(exposed, passes):.3f}")
-        time, rate, _, _, _, peak = _row(design, each.pairs, each.measured, passes)
-        cells += [time, rate, *more, peak]
-    return cells
-
-
-def _row(design: Design, pairs: int, measured: Measured, passes: str) -> list[str]:
-    """Time, rate and memory; no shares."""
-    time, rate = measured.times, design.rate(pairs, measured.times)
-    peak = "n/a" if measured.peak is None else f"{getattr(measured.peak, passes) / _MIB:.0f}"
-    return [f"{getattr(time, passes):.3f}", f"{getattr(rate, passes):.4g}", "", "", "", peak]
+def _cells(
+    design: Design, pairs: int, measured: Measured, passes: str, more: list[str]
+) -> list[str]:
+    """Time, rate, more, and memory."""
+    time, rate = measured.times[passes], design.rate(pairs, measured.times)[passes]
+    peak = None if measured.peak is None else measured.peak[passes] / _MIB
+    return [f"{time:.3f}", f"{rate:.4g}", *more, cell(peak, ".0f")]
 
 
 def _costs(replay: Replay) -> Table:
     """What the slowest rank sends and holds, by name; computed, not measured."""
     result = replay.ours.slowest(both=True)
     title = f"rank {result.rank}: what it sends and holds (computed)"
-    shown = Table(box=box.SIMPLE, padding=(0, 1), title=title, title_justify="left")
-    for column in ("", "launches", "posts", "sent MiB", "received MiB"):
-        shown.add_column(column, justify="right" if column else "left")
-    shown.add_column("held beside inputs, outputs and gradients, MiB")
+    table = make_table([""], ["launches", "posts", "sent MiB", "received MiB"], title)
+    table.add_column("held beside inputs, outputs and gradients, MiB")
     for name, cost in zip((FORWARD, BACKWARD), result.costs, strict=True):
         held = "\n".join(f"{size / _MIB:9.2f}  {what}" for what, size in cost.held.items())
         moved = (f"{size / _MIB:.2f}" for size in (cost.sent, cost.received))
-        shown.add_row(name, str(cost.launches), str(cost.posts), *moved, held or "nothing")
-    return shown
+        table.add_row(name, str(cost.launches), str(cost.posts), *moved, held or "nothing")
+    return table
 
 
 def notes(replay: Replay) -> Iterator[str]:

@@ -9,7 +9,7 @@ import typer
 
 from ..bench.results import check_output
 from . import options as o
-from .console import screen, status
+from .console import screen, status, write_text
 
 
 def report(
@@ -43,8 +43,6 @@ def report(
             sources = read(inputs)
             page = make_page(sources, title, plotly)
         output.write_text(page, encoding="utf-8", newline="\n")
-        if json_file is not None:
-            json_file.write_text(json_for_script(page_data(sources)) + "\n", encoding="utf-8")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except OSError as error:
@@ -57,4 +55,4 @@ def report(
         soft_wrap=True,
     )
     if json_file is not None:
-        console.print(f"wrote {json_file}", markup=False, soft_wrap=True)
+        write_text(console, json_for_script(page_data(sources)) + "\n", json_file)

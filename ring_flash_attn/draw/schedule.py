@@ -145,7 +145,11 @@ def colour(rank: int, world_size: int) -> str:
     """A rank's colour, #rrggbb."""
     if world_size <= len(_PALETTE):
         return _PALETTE[rank]
-    return _wheel(rank / world_size)
+    parts = []
+    for offset in (0, 2, 1):  # red, green, blue on the colour wheel
+        distance = abs((rank / world_size * 3 + offset + 1.5) % 3 - 1.5)
+        parts.append(round(60 + 140 * max(0.0, min(1.0, 1.25 - distance))))
+    return "#" + "".join(f"{part:02x}" for part in parts)
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -160,15 +164,6 @@ def ranges(numbers: Sequence[int]) -> str:
         members = [number for _, number in run]
         runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}–{members[-1]}")
     return ", ".join(runs)
-
-
-def _wheel(turn: float) -> str:
-    """A point of the colour wheel."""
-    parts = []
-    for offset in (0, 2, 1):  # red, green, blue
-        distance = abs((turn * 3 + offset + 1.5) % 3 - 1.5)
-        parts.append(round(60 + 140 * max(0.0, min(1.0, 1.25 - distance))))
-    return "#" + "".join(f"{part:02x}" for part in parts)
 
 
 def _message(transfer: Transfer, schedule: Schedule) -> str:

@@ -1,4 +1,7 @@
-"""Schedules as SVG: the mask, coloured by rank and numbered by step, and a timeline below it."""
+"""Pictures as SVG: schedules, and timelines of replays.
+
+A schedule is the mask, coloured by rank and numbered by step, and a timeline below it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape
 
+from ..bench.replays.results import COMPUTE, TRANSFERS, Bar, Replay
+from ..bench.workload import FORWARD
 from .schedule import LONGER, Patch, Schedule, colour, percent
 
 _TEXT = "#768390"  # can be read on white and on black
@@ -16,6 +21,9 @@ _GAP = 36.0  # between panels
 _MARGIN = 16.0
 _LANE = 20.0  # height of a rank's timeline
 _PANEL = _PICTURE + _GUTTER
+_WIDTH, _LABELS, _TOP, _BAR = 960.0, 76.0, 78.0, 34.0  # of a timeline; a lane's height
+_LANES = (COMPUTE, TRANSFERS)
+_COLOURS = 8  # of the palette: forward is the first of them, backward the second
 
 
 def draw_svg(schedules: Sequence[Schedule]) -> str:
@@ -30,7 +38,7 @@ def draw_svg(schedules: Sequence[Schedule]) -> str:
         x = _MARGIN + number * (_PANEL + _GAP)
         parts += _panel(schedule, x, top, _PICTURE / longest)
     body = "\n".join(parts)
-    return frame(width, height, _title(schedules), f"{_HATCH}\n{body}")
+    return _frame(width, height, _title(schedules), f"{_HATCH}\n{body}")
 
 
 # Idle time: thin diagonal lines.
@@ -46,7 +54,7 @@ def _title(schedules: Sequence[Schedule]) -> str:
     return f"Who computes what, and when: {names}, {schedules[0].world_size} ranks"
 
 
-def write(
+def _write(
     x: float, y: float, text: str, size: float = 11, anchor: str = "start", extra: str = ""
 ) -> str:
     """A line of text."""
@@ -57,7 +65,7 @@ def write(
     )
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, extra: str = "") -> str:
+def _box(x: float, y: float, width: float, height: float, fill: str, extra: str = "") -> str:
     """A rectangle."""
     return (
         f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" fill="{fill}"'
@@ -65,7 +73,7 @@ def box(x: float, y: float, width: float, height: float, fill: str, extra: str =
     )
 
 
-def frame(width: float, height: float, title: str, body: str) -> str:
+def _frame(width: float, height: float, title: str, body: str) -> str:
     """The whole file."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
@@ -85,8 +93,8 @@ def _legend(world_size: int, width: float) -> tuple[list[str], float]:
         if x + space > width and x > _MARGIN:
             x, y = _MARGIN, y + 20
         if fill:
-            parts.append(box(x, y - 10, swatch, 12, fill, 'rx="2"'))
-        parts.append(write(x + swatch + (5 if fill else 0), y, text, 12))
+            parts.append(_box(x, y - 10, swatch, 12, fill, 'rx="2"'))
+        parts.append(_write(x + swatch + (5 if fill else 0), y, text, 12))
         x += space + 12
     return parts, y + 84
 
@@ -94,8 +102,8 @@ def _legend(world_size: int, width: float) -> tuple[list[str], float]:
 def _panel(schedule: Schedule, x: float, top: float, scale: float) -> Iterator[str]:
     layout = schedule.problem.layout
     says = (layout.split.__doc__ or "").split(".")[0].split(":")[0]
-    yield write(x, top - 50, f"{layout.name} × {schedule.route}", 16, extra='font-weight="600"')
-    yield write(x, top - 32, says, 11)
+    yield _write(x, top - 50, f"{layout.name} × {schedule.route}", 16, extra='font-weight="600"')
+    yield _write(x, top - 32, says, 11)
     yield from _mask(schedule, x + _GUTTER, top)
     yield from _timeline(schedule, x + _GUTTER, top + _PICTURE + 40, scale)
 
@@ -104,15 +112,15 @@ def _mask(schedule: Schedule, x: float, y: float) -> Iterator[str]:
     """Queries downwards, keys to the right; edges show the ranks that hold them."""
     owners = schedule.owners()
     cell = _PICTURE / max(1, len(owners))
-    yield write(x, y - 15, "keys →", 10)
+    yield _write(x, y - 15, "keys →", 10)
     turned = f'transform="rotate(90 {x - 21:.4g} {y:.4g})"'
-    yield write(x - 21, y, "queries →", 10, extra=turned)
-    yield box(x, y, _PICTURE, _PICTURE, _TEXT, 'fill-opacity="0.10"')
+    yield _write(x - 21, y, "queries →", 10, extra=turned)
+    yield _box(x, y, _PICTURE, _PICTURE, _TEXT, 'fill-opacity="0.10"')
     for rank, run in groupby(range(len(owners)), key=owners.__getitem__):
         held = list(run)
         fill, start, length = colour(rank, schedule.world_size), held[0] * cell, len(held) * cell
-        yield box(x + start, y - 10, length, 6, fill)
-        yield box(x - 10, y + start, 6, length, fill)
+        yield _box(x + start, y - 10, length, 6, fill)
+        yield _box(x - 10, y + start, 6, length, fill)
     for patch in schedule.patches():
         yield from _patch(patch, x, y, cell, colour(patch.rank, schedule.world_size))
 
@@ -123,13 +131,13 @@ def _patch(patch: Patch, x: float, y: float, cell: float, fill: str) -> Iterator
     if not patch.solid:
         for query, key in patch.pairs:
             left, top = x + key * cell, y + query * cell
-            yield box(left, top, cell - gap, cell - gap, fill)
-            yield from number_in(left + cell / 2, top + cell / 2, patch.step, cell)
+            yield _box(left, top, cell - gap, cell - gap, fill)
+            yield from _number_in(left + cell / 2, top + cell / 2, patch.step, cell)
         return
     yield _area(patch, x, y, cell, gap, fill)
     query, key, side = _largest_square(patch.pairs)
     room = side * cell
-    yield from number_in(x + key * cell + room / 2, y + query * cell + room / 2, patch.step, room)
+    yield from _number_in(x + key * cell + room / 2, y + query * cell + room / 2, patch.step, room)
 
 
 def _area(patch: Patch, x: float, y: float, cell: float, gap: float, fill: str) -> str:
@@ -162,31 +170,76 @@ def _largest_square(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
     return query - side + 1, key - side + 1, side
 
 
-def number_in(x: float, y: float, number: int, room: float) -> Iterator[str]:
+def _number_in(x: float, y: float, number: int, room: float) -> Iterator[str]:
     """A number in the middle of something, if there is room for it."""
     size = min(15.0, room * 0.62 / (1 + 0.4 * (len(str(number)) - 1)))
     if size >= 5:
-        yield write(x, y + size * 0.36, str(number), size, "middle", 'fill="#fff"')
+        yield _write(x, y + size * 0.36, str(number), size, "middle", 'fill="#fff"')
 
 
 def _timeline(schedule: Schedule, x: float, y: float, scale: float) -> Iterator[str]:
     """A lane for each rank; a step begins when the busiest rank has ended the one before."""
-    yield write(x, y - 10, "time →", 10)
+    yield _write(x, y - 10, "time →", 10)
     for rank in range(schedule.world_size):
         top, start = y + rank * _LANE, x
         fill = colour(rank, schedule.world_size)
         for step, time in enumerate(schedule.step_times):
             work = schedule.turns[step][rank].pairs * scale
             if time:
-                yield box(start, top, time * scale, _LANE - 4, "url(#idle)", 'rx="2"')
+                yield _box(start, top, time * scale, _LANE - 4, "url(#idle)", 'rx="2"')
             if work:
-                yield box(start, top, max(0.5, work - 1), _LANE - 4, fill, 'rx="2"')
-                yield from number_in(start + work / 2, top + _LANE / 2 - 2, step, min(work, 18))
+                yield _box(start, top, max(0.5, work - 1), _LANE - 4, fill, 'rx="2"')
+                yield from _number_in(start + work / 2, top + _LANE / 2 - 2, step, min(work, 18))
             start += time * scale
     bottom = y + schedule.world_size * _LANE + 14
     time, tokens = sum(schedule.step_times), LONGER * len(schedule.owners())
     share = f"{schedule.pairs} pairs in {schedule.world_size} × {time} slots of time"
     longer = f"{percent(schedule.longer().busy, 1)} with {tokens:,} tokens"
-    yield write(x, bottom, f"{percent(schedule.busy)} busy", 14, extra='font-weight="600"')
-    yield write(x, bottom + 17, share, 11)
-    yield write(x, bottom + 32, longer, 11)
+    yield _write(x, bottom, f"{percent(schedule.busy)} busy", 14, extra='font-weight="600"')
+    yield _write(x, bottom + 17, share, 11)
+    yield _write(x, bottom + 32, longer, 11)
+
+
+def draw_timeline(replay: Replay) -> str:
+    """The picture of what `replay(…, timeline=True)` recorded."""
+    if not replay.timeline:
+        raise ValueError("nothing was recorded: replay(…, timeline=True)")
+    end = max(bar.end for bar in replay.timeline)
+    scale = (_WIDTH - _LABELS - 2 * _MARGIN) / end
+    title = f"{replay.ours.name}, {replay.title}"
+    parts = [*_header(title, replay.note), *_axis(end, scale)]
+    for number, lane in enumerate(_LANES):
+        top = _TOP + number * _BAR
+        parts.append(_write(_MARGIN, top + 17, lane, 12))
+        for bar in replay.timeline:
+            if bar.lane == lane:
+                parts += _bar(bar, top, scale)
+    height = _TOP + len(_LANES) * _BAR + 34
+    return _frame(_WIDTH, height, f"Timeline of {title}", "\n".join(parts))
+
+
+def _header(title: str, note: str) -> Iterator[str]:
+    yield _write(_MARGIN, 26, title, 16, extra='font-weight="600"')
+    yield _write(_MARGIN, 44, note, 11)
+    x = _MARGIN
+    for number, text in enumerate(("forward", "backward")):
+        yield _box(x, 53, 12, 12, colour(number, _COLOURS), 'rx="2"')
+        yield _write(x + 17, 63, text, 12)
+        x += 76
+    yield _write(x, 63, "numbers: steps", 12)
+
+
+def _bar(bar: Bar, top: float, scale: float) -> Iterator[str]:
+    x, width = _MARGIN + _LABELS + bar.start * scale, (bar.end - bar.start) * scale
+    fill = colour(0 if bar.direction == FORWARD else 1, _COLOURS)
+    yield _box(x, top, max(0.5, width - 0.5), _BAR - 8, fill, 'rx="2"')
+    yield from _number_in(x + width / 2, top + (_BAR - 8) / 2, int(bar.label), min(width, 18.0))
+
+
+def _axis(end: float, scale: float) -> Iterator[str]:
+    """Times in ms, below the lanes."""
+    y = _TOP + len(_LANES) * _BAR + 14
+    for part in range(5):
+        time = end * part / 4
+        anchor = ("start", "middle", "middle", "middle", "end")[part]
+        yield _write(_MARGIN + _LABELS + time * scale, y, f"{time:.3g} ms", 10, anchor)

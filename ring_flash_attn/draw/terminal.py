@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan.tiles import Mask
-from .schedule import LONGER, Schedule, Turn, colour, percent, ranges
+from .schedule import LONGER, Schedule, colour, percent, ranges
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _LARGEST = 40  # tokens of a mask that fits into 100 columns
@@ -106,25 +107,22 @@ def _steps(schedule: Schedule) -> Table:
     table.add_column("share of the rank's work", min_width=_BAR)
     table.add_column("sends meanwhile", overflow="fold")
     longest = max(1, *schedule.step_times)
-    for step in schedule.turns:
-        for turn in step:
-            table.add_row(*_row(turn, schedule, longest), end_section=turn is step[-1])
+    for turn in chain.from_iterable(schedule.turns):
+        hue = colour(turn.rank, schedule.world_size)
+        bar = Text("█" * round(_BAR * turn.pairs / longest), hue)
+        if turn.pairs:
+            share = percent(turn.pairs / schedule.rank_pairs(turn.rank))
+            bar.append(f" {share}", style="default")
+        table.add_row(
+            str(turn.step) if turn.rank == 0 else "",
+            str(turn.rank),
+            ", ".join(turn.work) or "idle",
+            str(turn.pairs or ""),
+            bar,
+            ", ".join(turn.sends),
+            end_section=turn.rank == schedule.world_size - 1,
+        )
     return table
-
-
-def _row(turn: Turn, schedule: Schedule, longest: int) -> list[str | Text]:
-    total = schedule.rank_pairs(turn.rank)
-    bar = Text("█" * round(_BAR * turn.pairs / longest), colour(turn.rank, schedule.world_size))
-    if turn.pairs:
-        bar.append(f" {percent(turn.pairs / total)}", style="default")
-    return [
-        str(turn.step) if turn.rank == 0 else "",
-        str(turn.rank),
-        ", ".join(turn.work) or "idle",
-        str(turn.pairs or ""),
-        bar,
-        ", ".join(turn.sends),
-    ]
 
 
 def _balance(schedule: Schedule) -> Text:

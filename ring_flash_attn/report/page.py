@@ -13,9 +13,8 @@ from string import Template
 from typing import Any
 
 from ..bench.results import plain_json
-from .records import Source, header, records
+from .records import Source, header, records, timelines
 from .schedules import scenes
-from .timelines import timelines
 
 _SCRIPTS = (
     "elements",
@@ -72,8 +71,7 @@ def plotly_script() -> str:
 
 def page_data(sources: Sequence[Source]) -> dict[str, Any]:
     """All that the page shows, as plain values."""
-    rows = records(sources)
-    lines = timelines(sources)
+    rows, lines = records(sources), list(timelines(sources))
     return {
         "sources": [header(source) for source in sources],
         "records": rows,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..bench.replays.results import Replay, replay_rows
 from ..bench.results import Results, Row, load, number
 from ..bench.workload import SHORT_DTYPES, Workload
 
@@ -36,11 +37,6 @@ class Source:
     name: str
     results: Results
 
-    @property
-    def device(self) -> str:
-        """Where it was measured, in words."""
-        return self.results.device
-
 
 def read(paths: Sequence[Path]) -> list[Source]:
     """Every file once; ValueError that names the one that cannot be read."""
@@ -56,7 +52,7 @@ def header(source: Source) -> dict[str, Any]:
     results = source.results
     return {
         "file": source.name,
-        "device": source.device,
+        "device": source.results.device,
         "command": str(results.command),
         "created": str(results.created),
         "commit": None if results.commit is None else str(results.commit),
@@ -129,7 +125,7 @@ def _what(source: Source, row: Row, cases: dict[str, int]) -> dict[str, Any]:
         "kind": str(row.kind),
         "implementation": str(row.implementation),
         "passes": str(row.passes),
-        "device": source.device,
+        "device": source.results.device,
         "shape": shape(workload),
         "feature": workload.get("feature"),
         "layout": placement.get("layout"),
@@ -146,10 +142,12 @@ def _numbers(source: Source, row: Row) -> dict[str, Any]:
     """Numbers, None where there is none. One device without tflops: they follow from its time."""
     samples = [each for each in map(number, row.samples_ms) if each is not None]
     ms = statistics.median(samples) if samples else None
-    spread = "world_size" in row.placement
-    tflops = number(row.tflops)
-    if tflops is None and ms and not spread:
-        tflops = _rate(row, ms)
+    tflops, peak = number(row.tflops), dict(source.results.peak)
+    if "world_size" in row.placement:  # of several devices, nobody moves all of a call
+        peak.pop("gbps", None)
+    elif tflops is None and ms:
+        cost = _cost(row.workload, row.passes)
+        tflops = None if cost is None else cost[0] / ms / 1e9
     values = {name: number(each) for name, each in row.values.items()}
     return {
         "batch": number(row.workload.get("batch")),
@@ -159,32 +157,12 @@ def _numbers(source: Source, row: Row) -> dict[str, Any]:
         "ms": ms,
         "runs": len(row.samples_ms) or None,
         "tflops": tflops,
-        "roof": _roof(source, row, spread),
+        "roof": roof(row.workload, row.passes, peak),
         "peak_mib": None if (size := number(row.peak_bytes)) is None else size / _MIB,
         "efficiency": values.get("efficiency_percent"),
         "slowest": values.get("slowest"),
         "error_share": _error_share(row),
     }
-
-
-def _rate(row: Row, ms: float) -> float | None:
-    if not {"nheads", "headdim", "seqlen"} <= set(row.workload):
-        return None
-    try:
-        return Workload.from_dict(row.workload).flops(row.passes) / ms / 1e9
-    except (KeyError, TypeError, ValueError):  # a workload of other numbers
-        return None
-
-
-def _roof(source: Source, row: Row, spread: bool) -> float | None:
-    """Memory's part counts on one device only: of several, nobody moves all of a call."""
-    peak = dict(source.results.peak)
-    if spread:
-        peak.pop("gbps", None)
-    try:
-        return number(roof(row.workload, row.passes, peak))
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def roof(workload: Mapping[str, Any], passes: str, peak: Mapping[str, Any]) -> float | None:
@@ -193,14 +171,24 @@ def roof(workload: Mapping[str, Any], passes: str, peak: Mapping[str, Any]) -> f
     It follows from the device's measured peaks and what a call must move; None where no peak of
     this dtype was measured.
     """
-    if "tflops" not in peak or peak.get("dtype", workload.get("dtype")) != workload.get("dtype"):
+    compute, gbps = number(peak.get("tflops")), number(peak.get("gbps"))
+    if compute is None or peak.get("dtype", workload.get("dtype")) != workload.get("dtype"):
         return None
-    compute = float(peak["tflops"])
-    if "gbps" not in peak:
+    if gbps is None:
         return compute
-    whole = Workload.from_dict(workload)
-    intensity = whole.flops(passes) / whole.bytes(passes)  # FLOPs for a byte
-    return min(compute, intensity * float(peak["gbps"]) / 1e3)
+    cost = _cost(workload, passes)
+    return None if cost is None else min(compute, cost[0] / cost[1] * gbps / 1e3)
+
+
+def _cost(workload: Mapping[str, Any], passes: str) -> tuple[float, int] | None:
+    """FLOPs, and bytes that must be moved; None for a workload of other numbers."""
+    if not {"nheads", "headdim", "seqlen"} <= set(workload):
+        return None
+    try:
+        whole = Workload.from_dict(workload)
+        return whole.flops(passes), whole.bytes(passes)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _error_share(row: Row) -> float | None:
@@ -211,3 +199,31 @@ def _error_share(row: Row) -> float | None:
         if largest is not None and limit:
             shares.append(largest / limit)
     return max(shares, default=None)
+
+
+def timelines(sources: Sequence[Source]) -> Iterator[dict[str, Any]]:
+    """Launches and transfers of the slowest rank of each replay that recorded them."""
+    for source in sources:
+        replays = source.results.details.get("replays", {})
+        if not isinstance(replays, Mapping):
+            raise ValueError(f"{source.name}: damaged: 'replays' holds no names")
+        for name, values in replays.items():
+            try:
+                replay = Replay.from_dict(values)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{source.name}: replay {name!r} is damaged: {error!r}") from None
+            if replay.timeline:
+                row = next(replay_rows(replay))
+                yield {
+                    "name": f"{name}, {replay.title}",
+                    "file": source.name,
+                    "kind": row.kind,
+                    "implementation": row.implementation,
+                    "device": source.results.device,
+                    "shape": shape(row.workload),
+                    "note": replay.note,
+                    "bars": [
+                        [bar.lane, bar.direction, bar.label, round(bar.start, 6), round(bar.end, 6)]
+                        for bar in replay.timeline
+                    ],
+                }

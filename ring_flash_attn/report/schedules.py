@@ -13,7 +13,6 @@ from ..draw.schedule import Schedule, colour
 from ..plan import routes as _routes  # registers them
 from ..plan.build import route_names
 from ..plan.layout import FLAT_PREFIX, layout_names
-from ..plan.steps import Plan
 
 del _routes
 
@@ -66,6 +65,12 @@ def _scene(
     offsets = tuple(accumulate(lengths, initial=0))
     workload = Workload(1, tokens, nheads_k, nheads_k, causal=True, cu_seqlens=offsets)
     schedule = Schedule(placement.route, problem_of(workload, placement), backward)
+    queries_travel = any(  # so that who holds a key computes with it
+        work.queries != (plan.rank,)
+        for plan in schedule.plans
+        for step in plan.steps
+        for work in step.work
+    )
     return {
         "layout": placement.layout,
         "route": label,
@@ -73,16 +78,11 @@ def _scene(
         "world_size": placement.world_size,
         "passes": "backward" if backward else "forward",
         "owners": schedule.owners(),
-        "by_key": any(map(_queries_travel, schedule.plans)),
+        "by_key": queries_travel,
         "busy": round(schedule.busy, 4),
         "steps": [_step(schedule, number) for number in range(len(schedule.turns))],
         "fills": [_fill(schedule, tokens, head) for head in range(nheads_k)],
     }
-
-
-def _queries_travel(plan: Plan) -> bool:
-    """Whether it is keys that stay, so that who holds a key computes with it."""
-    return any(work.queries != (plan.rank,) for step in plan.steps for work in step.work)
 
 
 def _step(schedule: Schedule, number: int) -> dict[str, Any]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from plain_library import PlainLibrary
+from plain_library import register_plain
 from torch import Tensor
 
 import ring_flash_attn as rfa
-from ring_flash_attn.kernels import base
-from ring_flash_attn.kernels.native.blocks import LibraryKernel
 
 CU_SEQLENS = torch.tensor([0, 9, 9, 30], dtype=torch.int32)
 
@@ -92,11 +88,7 @@ def test_gradient_of_lse() -> None:
 
 def test_lse_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Detached it can be used; a graph that returns it as it is hands back a gradient of zeros."""
-    module = types.ModuleType("plain_kernel")
-    module.KERNEL = LibraryKernel(PlainLibrary(True, False))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "plain_kernel", module)
-    entries = {**base._ENTRIES, "plain": base.Entry("plain_kernel", "")}
-    monkeypatch.setattr(base, "_ENTRIES", entries)
+    register_plain(monkeypatch)
 
     def run(q: Tensor, k: Tensor, v: Tensor, detach: bool) -> tuple[Tensor, Tensor]:
         out, lse, _ = rfa.flash_attn_func(q, k, v, return_attn_probs=True, kernel="plain")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from plain_library import PlainLibrary
+from plain_library import register_plain
 from replays import TorchBlock, ranks, small, tensors
 from simulate import needed_rows
 from typer.testing import CliRunner, Result
@@ -37,9 +35,7 @@ from ring_flash_attn.bench.timing import Samples
 from ring_flash_attn.bench.workload import BACKWARD, BOTH, FORWARD, Workload
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.replay import explain, notes
-from ring_flash_attn.draw.timeline import draw_timeline
-from ring_flash_attn.kernels import base
-from ring_flash_attn.kernels.native.blocks import LibraryKernel
+from ring_flash_attn.draw.svg import draw_timeline
 from ring_flash_attn.plan.build import make_plan, route_names
 from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.plan.steps import Payload, Plan, Side, Transfer
@@ -128,11 +124,7 @@ def costs(rank: ReplayedRank, group: LibraryRanks) -> tuple[PassCost, PassCost]:
 
 def test_a_kernel_of_blocks_holds_no_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the query ring, out travels in its place."""
-    module = ModuleType("plain_kernel")
-    module.KERNEL = LibraryKernel(PlainLibrary(True, False))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "plain_kernel", module)
-    entries = {**base._ENTRIES, "plain": base.Entry("plain_kernel", "")}
-    monkeypatch.setattr(base, "_ENTRIES", entries)
+    register_plain(monkeypatch)
     groups = [
         ranks(kernel=kernel, world_size=2, route="query_ring", causal=False)
         for kernel in ("plain", "reference")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from plain_library import PlainLibrary
+from plain_library import register_plain
 from replays import TorchBlock, baseline_on_virtual_ranks, small
 
 from ring_flash_attn.bench import replay
 from ring_flash_attn.bench.replays.baseline import NativeAttention, merge, scripted_merge
 from ring_flash_attn.kernels import base
-from ring_flash_attn.kernels.native.blocks import LibraryKernel
 from ring_flash_attn.verify.oracle import Rules, oracle
 
 
@@ -61,11 +58,7 @@ def test_flash_attention_2_takes_these_arguments() -> None:
 
 def test_it_runs_on_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here one in plain torch, under the name of one that is not installed."""
-    module = ModuleType("plain_kernel")
-    module.KERNEL = LibraryKernel(PlainLibrary(True, False))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "plain_kernel", module)
-    entries = {**base._ENTRIES, "fa4": base.Entry("plain_kernel", "")}
-    monkeypatch.setattr(base, "_ENTRIES", entries)
+    register_plain(monkeypatch, "fa4")
     monkeypatch.setattr(base, "_registered", ["fa4"])
     base.load_kernel.cache_clear()
     try:

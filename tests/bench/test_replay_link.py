@@ -108,16 +108,6 @@ class FakeEvent:
     after: int
 
 
-class FakeClock:
-    """Writes to the log instead of the GPU's queue."""
-
-    def __init__(self, log: list[tuple[object, ...]]) -> None:
-        self._log = log
-
-    def spin(self, seconds: float) -> None:
-        self._log.append(("side", "spins", seconds))
-
-
 def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of events, on streams that are none."""
     log: list[tuple[object, ...]] = []
@@ -129,7 +119,7 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     link = CudaLink.__new__(CudaLink)
     link._device, link._timing, link._copying = CPU, side, copies  # type: ignore[assignment]
     link._posted = link._awaited = 0
-    monkeypatch.setattr(emulated, "_spin", lambda: FakeClock(log))
+    monkeypatch.setattr(emulated, "_spin", lambda s: log.append(("side", "spins", s)))
     monkeypatch.setattr(emulated, "link_of", lambda device: link)
     others = EmulatedRanks(CPU, Link("own", 1e3, 1.0), RandomData(CPU))
     one, other = others.transport(), others.transport()

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 import runpy
-import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from plain_library import PlainLibrary
+from plain_library import register_plain
 from replays import ranks
 from torch.profiler import ProfilerActivity, profile
 
 import ring_flash_attn as rfa
 from ring_flash_attn import trace
 from ring_flash_attn.api.virtual import virtual_ring_attention
-from ring_flash_attn.kernels import base
-from ring_flash_attn.kernels.native.blocks import LibraryKernel
 from ring_flash_attn.trace import span, tracing
 
 
@@ -131,16 +127,11 @@ def test_virtual_ranks_merge_and_add(pushed: list[str]) -> None:
 
 def test_one_device(pushed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that does all at once has one range for its launch."""
-    module = ModuleType("plain_kernel")
-    module.KERNEL = LibraryKernel(PlainLibrary(True, False))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "plain_kernel", module)
-    entries = {**base._ENTRIES, "plain": base.Entry("plain_kernel", "")}
-    monkeypatch.setattr(base, "_ENTRIES", entries)
+    name = register_plain(monkeypatch).name
     q, k, v = (torch.randn(1, 12, 2, 8, dtype=torch.bfloat16) for _ in range(3))
     q.requires_grad_()
     with tracing():
         rfa.flash_attn_func(q, k, v, kernel="plain").sum().backward()
-    name = module.KERNEL.name
     assert [each for each in pushed if each] == [
         f"forward: one device x {name}",
         f"{name} forward",

@@ -15,7 +15,7 @@ from ring_flash_attn.bench.replays.baseline import NativeAttention, scripted_mer
 from ring_flash_attn.bench.replays.emulated import EmulatedRanks, RandomData
 from ring_flash_attn.bench.replays.results import COMPUTE, TRANSFERS
 from ring_flash_attn.comm import Message
-from ring_flash_attn.draw.timeline import draw_timeline
+from ring_flash_attn.draw.svg import draw_timeline
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.verify.oracle import Rules, oracle
 

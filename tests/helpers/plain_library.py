@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.base import Call
 from ring_flash_attn.kernels.native import blocks
-from ring_flash_attn.kernels.native.blocks import Block
+from ring_flash_attn.kernels.native.blocks import Block, LibraryKernel
 
 
 def scores(q: Tensor, k: Tensor, window: tuple[int, int], scale: float) -> Tensor:
@@ -378,6 +379,17 @@ def flash_attn_4() -> Any:
         _run_backward(tensors, lse, (dq, dk, dv), cu, window, softmax_scale)
 
     return SimpleNamespace(**locals())
+
+
+def register_plain(monkeypatch: pytest.MonkeyPatch, name: str = "plain") -> LibraryKernel:
+    """A kernel on top of a `PlainLibrary`, by this name."""
+    module = types.ModuleType("plain_kernel")
+    kernel = LibraryKernel(PlainLibrary(True, False))
+    vars(module)["KERNEL"] = kernel
+    monkeypatch.setitem(sys.modules, "plain_kernel", module)
+    entries = {**base._ENTRIES, name: base.Entry("plain_kernel", "")}
+    monkeypatch.setattr(base, "_ENTRIES", entries)
+    return kernel
 
 
 def wrapper(

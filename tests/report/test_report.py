@@ -20,9 +20,16 @@ from ring_flash_attn.cli.report import report
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.report.page import json_for_script, make_page, page_data, styles
-from ring_flash_attn.report.records import Source, placement_words, read, records, roof, shape
+from ring_flash_attn.report.records import (
+    Source,
+    placement_words,
+    read,
+    records,
+    roof,
+    shape,
+    timelines,
+)
 from ring_flash_attn.report.schedules import WORLD_SIZES, scenes
-from ring_flash_attn.report.timelines import timelines
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -314,7 +321,7 @@ def test_timelines_have_the_bars_of_the_replay() -> None:
     assert " of 3" in found["name"]
     broken = replace(replayed(), details={"replays": {"mine": {"scenario": 1}}})
     with pytest.raises(ValueError, match="replay 'mine' is damaged"):
-        timelines([Source("x.json", broken)])
+        list(timelines([Source("x.json", broken)]))
 
 
 def test_scenes_cover_every_layout_route_and_size(all_scenes: list[dict[str, Any]]) -> None:

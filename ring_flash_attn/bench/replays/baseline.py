@@ -15,7 +15,7 @@ step, or one without the others.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol, TypeVar, cast
@@ -70,36 +70,30 @@ class NativeAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OutLse:
         """(out, lse), out in the dtype of q."""
-        return self._library.forward(q, k, v, _block(q, k, causal), _call(q, k))
+        return self._library.forward(q, k, v, *_block_call(q, k, causal))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> QKV:
         """(dq, dk, dv) in the dtype of q."""
-        block = _block(q, k, causal)
-        return self._library.backward(dout, q, k, v, out, lse, block, _call(q, k))
+        return self._library.backward(dout, q, k, v, out, lse, *_block_call(q, k, causal))
 
     @property
     def _library(self) -> Library:
         return cast(LibraryKernel, load_kernel(self.name)).library
 
 
-def _block(q: Tensor, k: Tensor, causal: bool) -> Block:
-    return Block((-1, 0 if causal else -1), None, None, q.shape[1], k.shape[1])
-
-
-def _call(q: Tensor, k: Tensor) -> Call:
-    headdim = q.shape[3]
-    numbers = (q.shape[2], k.shape[2], headdim, headdim, headdim**-0.5)
-    return Call(q.device, q.dtype, *numbers, Mask(right=0))
+def _block_call(q: Tensor, k: Tensor, causal: bool) -> tuple[Block, Call]:
+    (_, length, nheads, headdim), (_, length_k, nheads_k, _) = q.shape, k.shape
+    numbers = (nheads, nheads_k, headdim, headdim, headdim**-0.5)
+    block = Block((-1, 0 if causal else -1), None, None, length, length_k)
+    return block, Call(q.device, q.dtype, *numbers, Mask(right=0))
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> OutLse:
     """(out, lse) over all keys so far and those of a block, in the precision of out.
 
-    Args:
-        out, block_out: (batch, seqlen, nheads, headdim).
-        lse, block_lse: (batch, seqlen, nheads, 1).
+    Out is (batch, seqlen, nheads, headdim), lse (batch, seqlen, nheads, 1).
     """
     weight = torch.sigmoid(block_lse - lse)
     out = out - weight * (out - block_out.to(out.dtype))
@@ -223,26 +217,7 @@ def run_together(ranks: Sequence[Steps[Result]]) -> list[Result]:
     return found
 
 
-class _BufferList:
-    """Memory like a tensor, the same from run to run: the n-th request gets the n-th buffer."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-        self._next = 0
-
-    def rewind(self) -> None:
-        """A new run begins."""
-        self._next = 0
-
-    def make(self, tensor: Tensor) -> Tensor:
-        """The next buffer."""
-        if self._next == len(self._buffers):
-            self._buffers.append(torch.empty_like(tensor))
-        self._next += 1
-        return self._buffers[self._next - 1]
-
-
-class Passes(NamedTuple):
+class BaselinePasses(NamedTuple):
     """A forward pass, and a forward and a backward pass, to be run again and again."""
 
     forward: Callable[[], OutLse]
@@ -265,7 +240,7 @@ class BaselineRanks:
         self._check()
         block_name = getattr(block, "name", type(block).__name__)
         self.name = f"existing library's zigzag design on {block_name}"  # as in stored results
-        self._buffers = _BufferList()
+        self._buffers: list[Tensor] = []
 
     def _check(self) -> None:
         workload, reasons = self._ours.workload, []
@@ -282,26 +257,36 @@ class BaselineRanks:
         if reasons:
             raise ValueError(f"the baseline: {'; '.join(reasons)}")
 
-    def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> Passes:
-        """A rank of many; see `LibraryRanks.rank`."""
+    def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> BaselinePasses:
+        """A rank of many; see `LibraryRanks.rank`. The n-th request gets the n-th buffer."""
         ours = self._ours
         shard, dout = ours.shard(self._tokens)
         dtype = shard[1].dtype
         for each in (dtype, torch.promote_types(dtype, torch.float32)):
             ours.data.like(torch.empty_like(shard[1], dtype=each, device="meta"))
-        buffers = self._buffers if keep_buffers and link is None else None
+        free: Iterator[Tensor] = iter(())
+
+        def make(tensor: Tensor) -> Tensor:
+            if not keep_buffers or link is not None:
+                return torch.empty_like(tensor)
+            buffer = next(free, None)
+            if buffer is None:
+                buffer = torch.empty_like(tensor)
+                self._buffers.append(buffer)
+            return buffer
+
         ring = ZigzagRing(
             rank,
             ours.placement.world_size,
             EmulatedRanks(ours.device, link, ours.data).transport,
             self._block,
             scripted_merge() if ours.device.type == "cuda" else merge,
-            torch.empty_like if buffers is None else buffers.make,
+            make,
         )
 
         def forward() -> OutLse:
-            if buffers is not None:
-                buffers.rewind()
+            nonlocal free
+            free = iter(self._buffers)
             (result,) = run_together([ring.forward(*shard)])
             return result
 
@@ -310,9 +295,9 @@ class BaselineRanks:
             (grads,) = run_together([ring.backward(dout, *shard, *result)])
             return result, grads
 
-        return Passes(forward, both)
+        return BaselinePasses(forward, both)
 
-    def single_device(self, masked: bool) -> Passes:
+    def single_device(self, masked: bool) -> BaselinePasses:
         """The block on a rank's own tokens, on one device."""
         shard, dout = self._ours.shard(self._tokens)
         block = self._block
@@ -321,7 +306,7 @@ class BaselineRanks:
             result = block.forward(*shard, masked)
             return result, block.backward(dout, *shard, *result, masked)
 
-        return Passes(lambda: block.forward(*shard, masked), both)
+        return BaselinePasses(lambda: block.forward(*shard, masked), both)
 
     def describe(self, rank: int) -> tuple[int, int, tuple[()]]:
         """A causal block of a rank's own tokens, half a block with every other rank; no costs."""

@@ -4,7 +4,8 @@ A post with a link goes to streams of its own, behind the current stream and ear
 it takes `Link.seconds(bytes sent, bytes received)`; meanwhile what would arrive is copied from
 random data. So a kernel that needs a message waits as long as it would, and one that does not is
 not held up. Without a link, messages cost nothing: a buffer gets random data once. Other ranks
-never come late, and NCCL's kernels take no SMs.
+never come late, and NCCL's kernels take no SMs. A `Recorder` notes when each launch and
+each transfer of one run begins and ends.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...comm import Message
+from ...kernels.base import Kernel
+from ...plan.steps import Plan
 from ..link import Link
-from .results import TRANSFERS
-from .timeline import Recorder
+from ..workload import FORWARD
+from .results import COMPUTE, TRANSFERS, Bar
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (target, source)
 Wait = Callable[[], None]
@@ -55,6 +58,72 @@ class RandomData:
             made = torch.randn(tensor.numel(), dtype=tensor.dtype, device=self._device)
             self._made[tensor.dtype, row] = made.add_(_USUAL_LSE) if row else made
         return made[: tensor.numel()].view(tensor.shape)
+
+
+class Recorder:
+    """Collects bars: events of the current stream on a GPU, the host's clock elsewhere.
+
+    Attributes:
+        direction: what the next bars belong to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.direction = FORWARD
+        self._bars: list[tuple[str, str, str, Any, Any]] = []
+        self._zero = self.now()
+
+    def now(self) -> Any:
+        """An event of the current stream, or a time of time.perf_counter."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, lane: str, label: str, start: Any, end: Any) -> None:
+        """A bar between two moments, see `now`."""
+        self._bars.append((lane, self.direction, label, start, end))
+
+    def bars(self) -> tuple[Bar, ...]:
+        """All bars; waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return tuple(
+            Bar(lane, direction, label, self._since(start), self._since(end))
+            for lane, direction, label, start, end in self._bars
+        )
+
+    def _since(self, moment: Any) -> float:
+        if self._cuda:
+            return float(self._zero.elapsed_time(moment))
+        return float(moment - self._zero) * 1e3
+
+
+class RecordedKernel:
+    """A kernel that records its launches, labelled with the steps of these plans."""
+
+    def __init__(self, kernel: Kernel, recorder: Recorder, plans: Iterable[Plan]) -> None:
+        self._kernel, self._recorder = kernel, recorder
+        self._steps = (
+            number for plan in plans for number, step in enumerate(plan.steps) for _ in step.work
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def forward(self, *args: Any) -> None:
+        """A launch of the forward pass."""
+        self._launch(self._kernel.forward, args)
+
+    def backward(self, *args: Any) -> None:
+        """A launch of the backward pass."""
+        self._launch(self._kernel.backward, args)
+
+    def _launch(self, launch: Callable[..., None], args: Any) -> None:
+        start = self._recorder.now()
+        launch(*args)
+        self._recorder.add(COMPUTE, str(next(self._steps)), start, self._recorder.now())
 
 
 class CpuLink:
@@ -101,7 +170,7 @@ class CudaLink:
         with torch.cuda.stream(self._timing):
             start = None if recorder is None else recorder.now()
             if seconds:
-                _spin().spin(seconds)
+                _spin(seconds)
         self._copying.wait_event(begin)
         with torch.cuda.stream(self._copying):
             _copy(copies)
@@ -134,10 +203,10 @@ def _copy(copies: Copies) -> None:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def _spin() -> ModuleType:
-    from . import spin  # needs triton
+def _spin(seconds: float) -> None:
+    from .spin import spin  # needs triton
 
-    return spin
+    spin(seconds)
 
 
 @functools.cache

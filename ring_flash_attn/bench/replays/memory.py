@@ -147,8 +147,5 @@ def _names(plan: Plan, is_backward: bool) -> tuple[str, str]:
     if is_backward and any(t.side is Side.QUERY for t in transfers):
         inputs.add("dout")
         results.add("lse, delta")
-    return _in_flight(inputs), _in_flight(results)
-
-
-def _in_flight(names: set[str]) -> str:
-    return f"{', '.join(sorted(names))} in flight" if names else ""
+    first, second = (f"{', '.join(sorted(x))} in flight" if x else "" for x in (inputs, results))
+    return first, second

@@ -15,10 +15,9 @@ from ...plan.steps import Side
 from ..inputs import options_of, problem_of
 from ..link import Link
 from ..workload import BACKWARD, Placement, Workload
-from .emulated import EmulatedRanks, RandomData
+from .emulated import EmulatedRanks, RandomData, RecordedKernel, Recorder
 from .memory import pass_costs
 from .results import Bar, PassCost
-from .timeline import RecordedKernel, Recorder
 
 OutLse = tuple[Tensor, Tensor]
 
@@ -44,21 +43,18 @@ class ReplayedRank:
         (result,) = forward(self.prepared, [self.shard], None)
         return result
 
-    def both(self) -> tuple[OutLse, QKV]:
-        """(out, lse) and (dq, dk, dv)."""
-        result = self.forward()
-        return result, self._backward(result)
-
-    def _backward(self, result: OutLse) -> QKV:
+    def backward(self, result: OutLse) -> QKV:
+        """(dq, dk, dv)."""
         _, (grads,) = backward(self.prepared, [self.shard], None, [result], [(self.dout, None)])
         return grads
 
-    def recorded(self, both: bool = True) -> tuple[Bar, ...]:
-        """A timeline of one forward and backward pass.
+    def both(self) -> tuple[OutLse, QKV]:
+        """(out, lse) and (dq, dk, dv)."""
+        result = self.forward()
+        return result, self.backward(result)
 
-        Args:
-            both: False: without the backward pass.
-        """
+    def recorded(self, both: bool = True) -> tuple[Bar, ...]:
+        """A timeline of one forward pass and, if `both`, one backward pass."""
         assert self.others is not None, "a rank of many"
         recorder = Recorder(self.prepared.call.device)
         (local,) = self.prepared.ranks
@@ -70,7 +66,7 @@ class ReplayedRank:
             result = rank.forward()
             recorder.direction = BACKWARD
             if both:
-                rank._backward(result)
+                rank.backward(result)
         finally:
             self.others.recorder = None
         return recorder.bars()
@@ -102,6 +98,7 @@ class LibraryRanks:
         share: a rank's own tokens, as a call on one device.
         device: where ranks run.
         problem: the workload as plans have it.
+        base_pairs, full_pairs: of a rank's own tokens with the mask and without, over query heads.
         data: what others send.
     """
 
@@ -110,6 +107,8 @@ class LibraryRanks:
         self.share = workload.share(placement.world_size)
         self.name = str(placement)
         self.problem = problem_of(workload, placement)
+        self.base_pairs = workload.nheads * self.share.pairs
+        self.full_pairs = workload.nheads * self.share.seqlen**2
         self.data = RandomData(device)
         self._shards: dict[int, tuple[QKV, Tensor]] = {}
         self._pool = PersistentPool()

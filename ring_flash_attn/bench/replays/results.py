@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any, Generic, TypeVar
 
 from ..link import Link
@@ -21,20 +22,21 @@ class ByPass(Generic[Value]):
     forward: Value
     both: Value
 
+    def __getitem__(self, passes: str) -> Value:
+        return {FORWARD: self.forward, BOTH: self.both}[passes]
 
-@dataclass(frozen=True)
-class Times(ByPass[float]):
-    """ms, or what follows from them."""
+    def __sub__(self: Times, other: Times) -> Times:
+        return ByPass(self.forward - other.forward, self.both - other.both)
 
-    def __sub__(self, other: Times) -> Times:
-        return Times(self.forward - other.forward, self.both - other.both)
+    def __mul__(self: Times, factor: float) -> Times:
+        return ByPass(self.forward * factor, self.both * factor)
 
-    def __mul__(self, factor: float) -> Times:
-        return Times(self.forward * factor, self.both * factor)
-
-    def share_of(self, other: Times) -> Times:
+    def share_of(self: Times, other: Times) -> Times:
         """In percent."""
-        return Times(100 * self.forward / other.forward, 100 * self.both / other.both)
+        return ByPass(100 * self.forward / other.forward, 100 * self.both / other.both)
+
+
+Times = ByPass[float]  # ms, or what follows from them
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +163,12 @@ class Design:
 
     def slowest(self, both: bool) -> RankResult:
         """The rank that the others wait for, forward, or forward and backward together."""
-        passes = BOTH if both else FORWARD
-        return max(self.ranks, key=lambda each: getattr(each.measured.times, passes))
+        return max(self.ranks, key=lambda each: each.measured.times[BOTH if both else FORWARD])
 
     def rate(self, pairs: int, times: Times) -> Times:
         """TFLOP/s."""
         flops = pairs * self.flops_per_pair / 1e9  # and ms: 10⁹ for a TFLOP/s
-        return Times(flops / times.forward, FLOPS[BOTH] * flops / times.both)
+        return ByPass(flops / times.forward, FLOPS[BOTH] * flops / times.both)
 
     def efficiency(self, result: RankResult) -> Times:
         """Theoretic over measured, in percent."""
@@ -211,6 +212,17 @@ class Replay:
         """This library's, and the baseline's if there is one."""
         return (self.ours,) if self.baseline is None else (self.ours, self.baseline)
 
+    @property
+    def title(self) -> str:
+        """Whose timeline it is."""
+        return f"rank {self.ours.slowest(both=True).rank} of {self.placement.world_size}"
+
+    @property
+    def note(self) -> str:
+        """What a timeline is of, in a sentence."""
+        link = "communication removed" if self.link is None else f"emulated link {self.link}"
+        return f"A replay on one device ({self.device}); {link}."
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `replay_rows` has what follows from them."""
         return {**asdict(self), "workload": self.workload.to_dict()}
@@ -218,61 +230,42 @@ class Replay:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Replay:
         """The replay that `to_dict` wrote, also from JSON."""
-        read = {each.name: values[each.name] for each in fields(cls)}
-        read["workload"] = Workload.from_dict(values["workload"])
         link = values["placement"]["link"]
-        link = None if link is None else Link(**link)
-        read["placement"] = Placement(**{**values["placement"], "link": link})
-        read["ours"] = _design(values["ours"])
-        read["baseline"] = None if values["baseline"] is None else _design(values["baseline"])
-        read["timeline"] = tuple(Bar(**bar) for bar in values["timeline"])
-        return cls(**read)
+        placement = {**values["placement"], "link": None if link is None else Link(**link)}
+        read = {
+            "workload": Workload.from_dict(values["workload"]),
+            "placement": Placement(**placement),
+            "ours": _design(values["ours"]),
+            "baseline": None if values["baseline"] is None else _design(values["baseline"]),
+            "timeline": tuple(Bar(**bar) for bar in values["timeline"]),
+        }
+        return cls(**{**values, **read})
 
 
 def _design(values: Mapping[str, Any]) -> Design:
-    ranks = tuple(_rank(each) for each in values["ranks"])
     single = {name: _measured(values[name]) for name in ("base", "full")}
-    return Design(**{**values, **single, "ranks": ranks})
+    return Design(**{**values, **single, "ranks": tuple(map(_rank, values["ranks"]))})
 
 
 def _rank(values: Mapping[str, Any]) -> RankResult:
-    return RankResult(
-        values["rank"],
-        values["tokens"],
-        values["pairs"],
-        tuple(PassCost(**each) for each in values["costs"]),
-        _measured(values["measured"]),
-    )
+    costs = tuple(PassCost(**each) for each in values["costs"])
+    return RankResult(**{**values, "costs": costs, "measured": _measured(values["measured"])})
 
 
 def _measured(values: Mapping[str, Any]) -> Measured:
-    linked, peak, runs = (values[name] for name in ("linked", "peak", "runs"))
-    return Measured(
-        Times(**values["removed"]),
-        None if linked is None else Times(**linked),
-        Times(**values["host"]),
-        None if peak is None else ByPass(**peak),
-        ByPass(tuple(runs[FORWARD]), tuple(runs[BOTH])),
-    )
+    read: dict[str, Any] = {name: each and ByPass(**each) for name, each in values.items()}
+    runs = ByPass(*(tuple(values["runs"][passes]) for passes in (FORWARD, BOTH)))
+    return Measured(**{**read, "runs": runs})
 
 
 def replay_rows(replay: Replay) -> Iterator[Row]:
     """Rows of results, for each design, pass and rank; slowest = 1.0 in those of the slowest."""
-    workload = replay.placement.describe(replay.workload)
-    link = {"link": replay.placement.link_name}
-    ours = {**replay.placement.to_dict(), **link}
-    yield from _rows(replay.ours, replay.placement.kernel, workload, ours)
-    if replay.baseline is not None:
-        theirs = {**Placement(replay.placement.world_size, "zigzag", "ring").to_dict(), **link}
-        yield from _rows(replay.baseline, replay.baseline.name, workload, theirs)
-
-
-def _rows(
-    design: Design, name: str, workload: dict[str, Any], placement: dict[str, Any]
-) -> Iterator[Row]:
-    for passes in (FORWARD, BOTH):
-        slowest = design.slowest(both=passes == BOTH)
-        for each in design.ranks:
+    workload, link = replay.placement.describe(replay.workload), replay.placement.link_name
+    for design in replay.designs:
+        name, placement = replay.placement.kernel, replay.placement
+        if design is not replay.ours:
+            name, placement = design.name, Placement(design.world_size, "zigzag", "ring")
+        for passes, each in product((FORWARD, BOTH), design.ranks):
             measured = each.measured
             numbers = {
                 "theoretic_ms": design.theoretic,
@@ -281,15 +274,16 @@ def _rows(
                 "exposed_ms": measured.exposed,
                 "host_ms": measured.host,
             }
-            values = {what: getattr(times, passes) for what, times in numbers.items() if times}
+            values = {what: times[passes] for what, times in numbers.items() if times}
+            slowest = each is design.slowest(both=passes == BOTH)
             yield Row(
                 REPLAY,
                 name,
                 passes,
                 workload,
-                {**placement, "rank": each.rank},
-                getattr(measured.runs, passes),
-                getattr(design.rate(each.pairs, measured.times), passes),
-                None if measured.peak is None else getattr(measured.peak, passes),
-                {**values, "slowest": float(each is slowest)},
+                {**placement.to_dict(), "link": link, "rank": each.rank},
+                measured.runs[passes],
+                design.rate(each.pairs, measured.times)[passes],
+                None if measured.peak is None else measured.peak[passes],
+                {**values, "slowest": float(slowest)},
             )

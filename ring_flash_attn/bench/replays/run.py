@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,16 +13,16 @@ from ..link import NONE, Link, find_link
 from ..machine import device_name, find_device, versions
 from ..timing import Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
 from ..workload import Placement, Workload
-from .baseline import BaselineRanks, BlockAttention, NativeAttention, Passes
+from .baseline import BaselinePasses, BaselineRanks, BlockAttention, NativeAttention
 from .emulated import check_link
 from .rank import LibraryRanks, ReplayedRank
-from .results import Bar, ByPass, Design, Measured, PassCost, RankResult, Replay, Times
+from .results import Bar, ByPass, Design, Measured, PassCost, RankResult, Replay
 
 _SEQLEN = 8192  # of a rank, if the user does not say
-_BASE, _FULL = "one device", "one device without a mask"
 _MISSING = ("seqlen_k", "cu_seqlens_k", "dropout_p", "alibi", "sink", "lse_grad")
 Baseline = bool | str | BlockAttention
 Ranks = LibraryRanks | BaselineRanks
+Passes = ReplayedRank | BaselinePasses
 Report = Callable[[str], None]
 
 
@@ -136,26 +136,25 @@ def replay_ranks(
     placement = check_replay(workload, placement, device)
     chosen = check_ranks(ranks, placement.world_size)
     ours = LibraryRanks(workload, placement, device)
-    theirs = None if baseline is False else BaselineRanks(ours, _block(baseline))
-    session = _Session(ours, chosen, repeats, report)
+    designs: list[Ranks] = [ours]
+    if baseline is not False:
+        designs.append(BaselineRanks(ours, _block(baseline)))
     with on_device(device):
-        session.add(ours)
-        if theirs is not None:
-            session.add(theirs)
+        runs = [_DesignRuns(design, ours, chosen, report) for design in designs]
         watch = Stopwatch(device)
-        session.time(watch)
-        found = session.design(ours)
-        bars = session.record(found, watch) if timeline else ()
-    return Replay(
-        workload,
-        placement,
-        device_name(device),
-        versions(),
-        repeats,
-        found,
-        None if theirs is None else session.design(theirs),
-        bars,
-    )
+        works = {name: work for each in runs for name, work in each.works()}
+        samples = interleaved(works, watch, repeats, report)
+        found = [each.design(samples) for each in runs]
+        bars: tuple[Bar, ...] = ()
+        if timeline:  # a run of its own, which changes nothing that is timed
+            slowest = found[0].slowest(both=True)
+            rank = runs[0].ranks[slowest.rank].passes[-1]
+            assert isinstance(rank, ReplayedRank)
+            watch.lead(slowest.measured.host.both)
+            bars = rank.recorded()
+    theirs = found[1] if len(found) > 1 else None
+    where = device_name(device), versions()
+    return Replay(workload, placement, *where, repeats, found[0], theirs, bars)
 
 
 def _block(baseline: Baseline) -> BlockAttention:
@@ -193,124 +192,99 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]
     return tuple(dict.fromkeys(ranks))
 
 
-class _Key(NamedTuple):
-    """What is timed: whose, over the link or without communication, with the backward or not."""
+class _Timed(NamedTuple):
+    """A rank, or one device.
 
-    design: str
-    who: str
-    linked: bool = False
-    both: bool = False
-
-    def __str__(self) -> str:
-        passes = "forward and backward" if self.both else "forward"
-        return f"{self.design}, {self.who}, {passes}{', with the link' if self.linked else ''}"
-
-
-class _Session:
-    """Everything that one replay times, in turns.
-
-    Args:
-        ours: this library's ranks.
-        ranks: those that are replayed.
-        repeats: rounds of the medians.
-        report: gets lines that say what is being done.
+    Attributes:
+        name: in words.
+        passes: with communication removed, and over the link if there is one.
+        peak: bytes above inputs, outputs and gradients.
+        in_a_row: a run does its work so often.
     """
 
-    def __init__(
-        self, ours: LibraryRanks, ranks: Sequence[int], repeats: int, report: Report
-    ) -> None:
-        self._ours, self._link, self._ranks = ours, ours.placement.link, ranks
-        self._repeats, self._report = repeats, report
-        share, nheads = ours.share, ours.workload.nheads
-        self._base_pairs, self._full_pairs = nheads * share.pairs, nheads * share.seqlen**2
-        self._passes: dict[_Key, ReplayedRank | Passes] = {}
-        self._peaks: dict[_Key, ByPass[int] | None] = {}
-        self._described: dict[tuple[str, int], tuple[int, int, tuple[PassCost, ...]]] = {}
-        self._timings: Mapping[_Key, Samples] = {}
+    name: str
+    passes: Sequence[Passes]
+    peak: ByPass[int] | None
+    in_a_row: int = 1
 
-    def add(self, design: Ranks) -> None:
-        """One device and ranks, without communication and over the link; measures their memory."""
-        for who, masked in ((_BASE, True), (_FULL, False)):
-            key = _Key(design.name, who)
-            self._passes[key] = design.single_device(masked)
-            self._measure_memory(key, self._passes[key])
-        for rank in self._ranks:
-            key = _Key(design.name, f"rank {rank}")
-            self._described[design.name, rank] = design.describe(rank)
-            self._passes[key] = design.rank(rank, None)
-            if self._link is not None:
-                self._passes[key._replace(linked=True)] = design.rank(rank, self._link)
-            self._measure_memory(key, design.rank(rank, None, keep_buffers=False))
+    def works(self) -> Iterator[tuple[str, Work]]:
+        """What is timed, by name."""
+        for passes, link in zip(self.passes, ("", ", with the link")):
+            yield f"{self.name}, forward{link}", self._repeated(passes.forward)
+            yield f"{self.name}, forward and backward{link}", self._repeated(passes.both)
 
-    def _measure_memory(self, key: _Key, passes: ReplayedRank | Passes) -> None:
-        self._report(f"memory of {key}")
-        device = self._ours.device
-        forward, both = peak_bytes(passes.forward, device), peak_bytes(passes.both, device)
-        self._peaks[key] = None if forward is None or both is None else ByPass(forward, both)
+    def _repeated(self, work: Work) -> Work:
+        def run() -> None:
+            for _ in range(self.in_a_row):
+                work()
 
-    def time(self, watch: Stopwatch) -> None:
-        """One device does its work as often in a row as it takes to equal a rank.
+        return work if self.in_a_row == 1 else run
 
-        A short run would have a higher clock than a long one, and be no measure for it.
-        """
-        world_size = self._ours.placement.world_size
-        times = {_BASE: world_size}
-        times[_FULL] = max(1, world_size * self._base_pairs // self._full_pairs)
-        works: dict[_Key, Work] = {}
-        for key, passes in self._passes.items():
-            often = times.get(key.who, 1)
-            works[key] = _in_a_row(passes.forward, often)
-            works[key._replace(both=True)] = _in_a_row(passes.both, often)
-        found = interleaved(works, watch, self._repeats, self._report)
-        self._timings = {key: each / times.get(key.who, 1) for key, each in found.items()}
-
-    def _samples(self, key: _Key) -> tuple[Samples, Samples]:
-        return self._timings[key], self._timings[key._replace(both=True)]
-
-    def _measured(self, key: _Key) -> Measured:
-        linked = key._replace(linked=True)
-        is_linked = linked in self._timings
-        removed, counts = self._samples(key), self._samples(linked if is_linked else key)
-        times = Times(*(each.median.device for each in counts))
+    def measured(self, found: Mapping[str, Samples]) -> Measured:
+        """Medians of the samples."""
+        samples = [found[name] / self.in_a_row for name, _ in self.works()]
+        removed, counts = samples[:2], samples[-2:]
+        times = ByPass(*(each.median.device for each in counts))
         return Measured(
-            Times(*(each.median.device for each in removed)),
-            times if is_linked else None,
-            Times(*(each.median.host for each in counts)),
-            self._peaks[key],
+            ByPass(*(each.median.device for each in removed)),
+            times if len(self.passes) > 1 else None,
+            ByPass(*(each.median.host for each in counts)),
+            self.peak,
             ByPass(*(each.device for each in counts)),
         )
 
-    def design(self, design: Ranks) -> Design:
-        """What was found of it."""
-        name = design.name
+
+class _DesignRuns:
+    """One device and ranks of a design: what is timed of it, and what that says.
+
+    One device does its work as often in a row as it takes to equal a rank. A short run would have a
+    higher clock than a long one, and be no measure for it.
+    """
+
+    def __init__(
+        self, design: Ranks, ours: LibraryRanks, chosen: Sequence[int], report: Report
+    ) -> None:
+        self._design, self._ours, self._report = design, ours, report
+        world_size, link = ours.placement.world_size, ours.placement.link
+        at_full_rate = max(1, world_size * ours.base_pairs // ours.full_pairs)
+        base, full = design.single_device(masked=True), design.single_device(masked=False)
+        self._base = self._timed("one device", base, [base], world_size)
+        self._full = self._timed("one device without a mask", full, [full], at_full_rate)
+        self._described: dict[int, tuple[int, int, tuple[PassCost, ...]]] = {}
+        self.ranks: dict[int, _Timed] = {}
+        for rank in chosen:
+            self._described[rank] = design.describe(rank)
+            passes = [design.rank(rank, each) for each in dict.fromkeys((None, link))]
+            fresh = design.rank(rank, None, keep_buffers=False)
+            self.ranks[rank] = self._timed(f"rank {rank}", fresh, passes)
+
+    def _timed(
+        self, who: str, fresh: Passes, passes: Sequence[Passes], in_a_row: int = 1
+    ) -> _Timed:
+        """Measures the memory of `fresh` passes."""
+        name, device = f"{self._design.name}, {who}", self._ours.device
+        self._report(f"memory of {name}")
+        forward, both = peak_bytes(fresh.forward, device), peak_bytes(fresh.both, device)
+        peak = None if forward is None or both is None else ByPass(forward, both)
+        return _Timed(name, passes, peak, in_a_row)
+
+    def works(self) -> Iterator[tuple[str, Work]]:
+        """What is timed, by name."""
+        for each in (self._base, self._full, *self.ranks.values()):
+            yield from each.works()
+
+    def design(self, samples: Mapping[str, Samples]) -> Design:
+        """What was found."""
         return Design(
-            name,
+            self._design.name,
             self._ours.placement.world_size,
             self._ours.flops_per_pair,
-            self._base_pairs,
-            self._measured(_Key(name, _BASE)),
-            self._full_pairs,
-            self._measured(_Key(name, _FULL)),
+            self._ours.base_pairs,
+            self._base.measured(samples),
+            self._ours.full_pairs,
+            self._full.measured(samples),
             tuple(
-                RankResult(rank, *described, self._measured(_Key(name, f"rank {rank}")))
-                for (who, rank), described in self._described.items()
-                if who == name
+                RankResult(rank, *self._described[rank], each.measured(samples))
+                for rank, each in self.ranks.items()
             ),
         )
-
-    def record(self, design: Design, watch: Stopwatch) -> tuple[Bar, ...]:
-        """A timeline of the slowest rank; a run of its own, which changes nothing that is timed."""
-        slowest = design.slowest(both=True)
-        linked = self._link is not None
-        rank = self._passes[_Key(design.name, f"rank {slowest.rank}", linked)]
-        assert isinstance(rank, ReplayedRank)
-        watch.lead(slowest.measured.host.both)
-        return rank.recorded()
-
-
-def _in_a_row(work: Work, times: int) -> Work:
-    def run() -> None:
-        for _ in range(times):
-            work()
-
-    return work if times == 1 else run
