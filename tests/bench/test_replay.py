@@ -17,7 +17,6 @@ from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench import LINKS, Link, Replay, replay
 from ring_flash_attn.bench.replays import run
-from ring_flash_attn.bench.replays.memory import pass_costs
 from ring_flash_attn.bench.replays.rank import LibraryRanks, PersistentPool, ReplayedRank
 from ring_flash_attn.bench.replays.results import (
     COMPUTE,
@@ -25,7 +24,6 @@ from ring_flash_attn.bench.replays.results import (
     ByPass,
     Design,
     Measured,
-    PassCost,
     RankResult,
     Times,
     replay_rows,
@@ -117,11 +115,6 @@ def test_all_pairs_of_documents_are_computed_by_somebody() -> None:
     }
 
 
-def costs(rank: ReplayedRank, group: LibraryRanks) -> tuple[PassCost, PassCost]:
-    """Forward and backward."""
-    return pass_costs(rank.prepared, rank.shard, group.data)
-
-
 def test_a_kernel_of_blocks_holds_no_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the query ring, out travels in its place."""
     register_plain(monkeypatch)
@@ -129,7 +122,7 @@ def test_a_kernel_of_blocks_holds_no_delta(monkeypatch: pytest.MonkeyPatch) -> N
         ranks(kernel=kernel, world_size=2, route="query_ring", causal=False)
         for kernel in ("plain", "reference")
     ]
-    ours, theirs = (costs(group.rank(0, None), group)[1] for group in groups)
+    ours, theirs = (group.describe(0)[2][1] for group in groups)
     assert "delta" in theirs.held
     assert "delta" not in ours.held
     assert ours.sent - theirs.sent == 20 * 4 * (8 * 2 - 4)
@@ -148,7 +141,7 @@ def test_several_sources_in_one_launch() -> None:
 def test_bytes_of_queries_that_travel_backward() -> None:
     """On 2 ranks: q, dout, lse and delta go one way, dq comes back."""
     group = ranks(world_size=2, route="query_ring", causal=False)
-    _, backward = costs(group.rank(0, None), group)
+    _, backward = group.describe(0)[2]
     rows = 20 * 4
     assert backward.sent == rows * (2 * 8 * 2 + 2 * 4) + rows * 8 * 4
     assert backward.received == backward.sent
@@ -219,7 +212,7 @@ def test_buffers_that_stay_are_used_again(route: str) -> None:
 def test_what_a_ring_holds_is_what_the_documents_say() -> None:
     """2 shards of K and V, 3 of dK and dV, the state, the accumulators (docs/design.md)."""
     group = ranks(world_size=8, sources_per_launch=1)
-    forward, backward = costs(group.rank(3, None), group)
+    forward, backward = group.describe(3)[2]
     keys = 2 * 20 * 2 * 8 * 2  # K and V of a shard, bytes
     queries = 20 * 4 * 8 * 4  # out or dQ in fp32
     assert forward.held == {"state of out, fp32": queries, "K, V in flight": 2 * keys}
@@ -243,7 +236,7 @@ def test_what_groups_hold(world_size: int, sources: int, cu_seqlens: list[int] |
     group = ranks(**given)
     found = []
     for rank in range(world_size):
-        forward, backward = costs(group.rank(rank, None), group)
+        forward, backward = group.describe(rank)[2]
         assert forward.held["K, V in flight"] <= 2 * sources * keys
         assert backward.held["K, V in flight"] <= 2 * sources * keys
         assert backward.held["dK, dV in flight"] <= 3 * sources * 2 * keys
