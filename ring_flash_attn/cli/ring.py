@@ -109,7 +109,7 @@ def ring(
         )
         limits = find_limits(gate, min_speed, max_memory, baseline, settings.device)
         offsets = None if cu_seqlens is None else parse_offsets(cu_seqlens)
-        selection = choose_targets(
+        targets = choose_targets(
             names or (),
             _workload(settings, offsets, batch=batch, causal=bool(causal), dtype=dtype, **sizes),
             Placement(settings.world_size, heads_k_stride=heads_k_stride, link=settings.link),
@@ -120,18 +120,18 @@ def ring(
             kernels=kernels,
             versus=baseline,
         )
-        if limits is not None and all(name == of for name, of in selection.baselines.items()):
+        if limits is not None and all(each.name == each.baseline for each in targets):
             raise ValueError(f"--versus {baseline}: every --kernel is the same one here")
     except (ValueError, NotImplementedError) as error:
         raise typer.BadParameter(str(error)) from None
     console = screen(quiet=not speaks)
     try:
         with status(console, "replaying" if settings.is_replay else "timing") as report:
-            rows, replays = time_targets(selection, settings, report)
+            rows, replays = time_targets(targets, settings, report)
     except launch.RanksFailed as failure:
         console.print(f"nothing could be timed: {failure}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    passed = print_rows(console, rows, settings, baseline, selection.baselines, limits)
+    passed = print_rows(console, rows, settings, targets, baseline, limits)
     if speaks:
         details = {"replays": {name: each.to_dict() for name, each in replays.items()}}
         how = {"repeats": repeats, **compared(baseline, limits)}

@@ -1,4 +1,4 @@
-"""The arguments that belong to one signature: lengths, cu_seqlens and what follows from them."""
+"""The arguments of one public function: its tensors, cu_seqlens and what follows from them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,22 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...api.llama3 import llama3_flash_attn_prepare_cu_seqlens
 from ..workload import Placement, Workload
 
 _SHOWN = 5  # documents in a message
+
+
+def packed_leaves(form: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """The tensors that a function of this form takes, each a leaf that wants a gradient."""
+    leaves = {"q": q, "k": k, "v": v}
+    if form.startswith("kv"):
+        leaves = {"q": q, "kv": torch.stack([k, v], -3)}
+    elif form.startswith("qkv"):
+        leaves = {"qkv": torch.stack([q, k, v], -3)}
+    return {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
 
 
 def own_arguments(
@@ -31,7 +42,7 @@ def own_arguments(
     """
     lengths, lengths_k = workload.lengths, workload.lengths_k
 
-    def cu(of: Sequence[int]) -> torch.Tensor:
+    def cu(of: Sequence[int]) -> Tensor:
         return torch.tensor([0, *accumulate(of)], dtype=torch.int32, device=device)
 
     if signature in ("batch", "single"):
