@@ -25,7 +25,7 @@ from ring_flash_attn.verify.report import (
 
 def call(function: str, feature: str = "causal", dtype: str = "bfloat16") -> VerifyCall:
     options = VerifyOptions(names=(function,), features=(feature,), dtypes=(dtype,), world_size=2)
-    return next(each for each in make_calls(options) if each.function == function)
+    return next(each for each in make_calls(options) if each.function.name == function)
 
 
 def error(tensor: str, rank: int, size: float, relative: float) -> Error:

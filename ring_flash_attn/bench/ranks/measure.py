@@ -122,9 +122,7 @@ def _measure(
         left = [each for each in left if each.name not in failed]
         crashes += 1
         if crashes == MOST_CRASHES:
-            failed |= dict.fromkeys(
-                (each.name for each in left), f"not run after {crashes} crashes"
-            )
+            failed |= {each.name: f"not run after {crashes} crashes" for each in left}
             break
     rounds = items[len(left) :]
     rows = {
