@@ -5,6 +5,15 @@ from __future__ import annotations
 import os
 
 BACKENDS = ("gloo", "nccl")
+_TIMEOUT = 300.0  # seconds
+
+
+def speaks() -> bool:
+    """Whether this process prints and writes: of torchrun's ranks the first does."""
+    from ..comm import launch
+
+    joined = launch.torchrun_rank()
+    return joined is None or joined[0] == 0
 
 
 def check_world_size(world_size: int | None, default: int) -> int:
@@ -19,12 +28,12 @@ def check_world_size(world_size: int | None, default: int) -> int:
     return joined[1]
 
 
-def check_timeout(timeout: float | None, default: float) -> float:
-    """ValueError for one that would mean nothing."""
+def check_timeout(timeout: float | None) -> float:
+    """The user's, or the default; ValueError for one that would mean nothing."""
     from ..comm import launch
 
     if timeout is None:
-        return default
+        return _TIMEOUT
     if not timeout > 0:
         raise ValueError(f"--timeout must be positive, not {timeout:g}")
     if launch.torchrun_rank() is not None:

@@ -36,14 +36,6 @@ def print_rows(
 ) -> bool:
     """Print what was run, a table for each passes, what failed, how to read it; the comparison.
 
-    Args:
-        console: where to print.
-        rows: by the target's name and the passes.
-        settings: how they were timed.
-        targets: what was timed.
-        versus: kernel that the others are compared with; "" if there are no others.
-        limits: of a gate.
-
     Returns:
         Whether the gate, if there is one, lets everything through.
     """

@@ -13,6 +13,7 @@ from ..kernels.base import AUTO
 from ..plan.layout import FLAT_PREFIX, layout_names
 from .cut import cut_names
 
+_TOGETHER = ("causal_window", "softcap", "alibi", "sink", "dropout", "lse_grad")
 # By name, what a feature changes in a workload; `_lengths` and `_other_lengths` do the rest.
 FEATURES: Mapping[str, Callable[[Workload], dict[str, Any]]] = {
     "causal": lambda w: {},  # two query heads share a KV head
@@ -47,7 +48,6 @@ _FEW = ("causal", "together")  # features that the other dtypes get
 _FORMS_OF_ALL = ("causal", "full")  # features that kvpacked and qkvpacked get
 _DIFFERENT_KEYS = ("single", "single_documents", "anything")
 _ANY_LENGTH = ("documents", "gathered_documents", "anything")
-_TOGETHER = ("causal_window", "softcap", "alibi", "sink", "dropout", "lse_grad")
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,7 @@ class Result:
     """What became of a call, on one rank or on all.
 
     Attributes:
-        call: which.
-        status: in a word.
+        call, status: which, and the same in a word.
         kernel: that was used.
         errors: against the oracle.
         reason: why there are none.
@@ -237,8 +236,7 @@ def call_on_rank(call: VerifyCall, inputs: Tensors, rank: int) -> Tensors:
 def call_virtual(call: VerifyCall, inputs: Tensors) -> list[Tensors]:
     """Run all ranks of the call in this process; dsink comes whole, with rank 0."""
     workload, placement = call.workload, call.placement
-    whole = (_shard(call, inputs, rank) for rank in range(placement.world_size))
-    shards = [tuple(packed_leaves("func", *shard).values()) for shard in whole]
+    shards = [_shard(call, inputs, rank) for rank in range(placement.world_size)]
     options = _options(call, inputs)
     results = run_virtual(
         placement.layout,
@@ -275,20 +273,16 @@ def call_on_one_device(workload: Workload, seed: int, kernel: str, device: torch
 
 def _shard(call: VerifyCall, inputs: Tensors, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (part(call, name, inputs[name], rank) for name in ("q", "k", "v"))
-    return q, k, v
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
 def _options(call: VerifyCall, inputs: Tensors) -> dict[str, Any]:
     """Arguments that all functions share."""
-    workload, sink = call.workload, inputs.get("sink")
+    sink = inputs.get("sink")
     return {
-        "dropout_p": workload.dropout_p,
-        "softmax_scale": workload.softmax_scale,
-        "causal": workload.causal,
-        "window_size": workload.window,
+        **call.workload.options,
         "alibi_slopes": inputs.get("slopes"),
         "return_attn_probs": True,
-        "softcap": workload.softcap,
         "sink": None if sink is None else sink.detach().clone().requires_grad_(),
         "kernel": call.placement.kernel,
     }
@@ -314,12 +308,7 @@ def _differentiate(
 
 
 class Differences:
-    """Compares what a process computes with one device, and with the kernel `options.versus`.
-
-    Args:
-        options: what to compare; nothing without a report.
-        device: of the process.
-    """
+    """Compares what a process computes with one device, and with the kernel `options.versus`."""
 
     def __init__(self, options: VerifyOptions, device: torch.device) -> None:
         self._options, self._device = options, device

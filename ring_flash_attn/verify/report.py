@@ -272,13 +272,7 @@ Section = tuple[str, list[Line]]  # with a title
 
 
 def precision_lines(results: Iterable[Result], world_size: int, by_rank: bool) -> list[Line]:
-    """Lines of all functions, those on one device first.
-
-    Args:
-        results: what was found.
-        world_size: number of ranks.
-        by_rank: lines of each rank as well; a function on one device has none.
-    """
+    """Lines of all functions, those on one device first; `by_rank`: also of each rank."""
     found = []
     for group in _groups(results):
         single = not group[0].call.placement.layout

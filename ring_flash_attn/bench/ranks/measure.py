@@ -72,11 +72,6 @@ def time_targets(
 ) -> tuple[Rows, dict[str, Replay]]:
     """Rows of all targets, and replays by the name of the first target that they are for.
 
-    Args:
-        targets: what to time.
-        settings: how.
-        report: is called with what is being done.
-
     Raises:
         launch.RanksFailed: a new rank died in the middle of the rounds.
     """
