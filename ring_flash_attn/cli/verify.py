@@ -133,7 +133,7 @@ def verify(
     seconds = time.perf_counter() - start
     reports.print_report(console, results, verbose, seconds)
     if report:
-        reports.print_precision(console, results, options, versus, verbose > 0)
+        reports.print_precision(console, results, versus, verbose > 0)
     if markdown is not None and prints:
         reports.write_markdown(markdown, results, options, seconds, verbose > 0)
         console.print(f"wrote {markdown}", markup=False, soft_wrap=True)

@@ -271,7 +271,7 @@ class Line:
 Section = tuple[str, list[Line]]  # with a title
 
 
-def precision_lines(results: Iterable[Result], world_size: int, by_rank: bool) -> list[Line]:
+def precision_lines(results: Iterable[Result], by_rank: bool) -> list[Line]:
     """Lines of all functions, those on one device first; `by_rank`: also of each rank."""
     found = []
     for group in _groups(results):
@@ -279,23 +279,23 @@ def precision_lines(results: Iterable[Result], world_size: int, by_rank: bool) -
         for tensor in TENSORS:
             own = [e for result in group for e in result.errors if e.tensor == tensor]
             if own:
-                found.append(_line(group, own, NONE if single else ALL, world_size))
+                found.append(_line(group, own, NONE if single else ALL))
             for rank in sorted({e.rank for e in own}) if by_rank and not single else ():
                 of_rank = [error for error in own if error.rank == rank]
-                found.append(_line(group, of_rank, str(rank), world_size))
+                found.append(_line(group, of_rank, str(rank)))
     return sorted(found, key=lambda line: line.rank != NONE)
 
 
-def _line(group: Sequence[Result], errors: Sequence[Error], rank: str, world_size: int) -> Line:
-    tensor = errors[0].tensor
+def _line(group: Sequence[Result], errors: Sequence[Error], rank: str) -> Line:
+    call, tensor = group[0].call, errors[0].tensor
     return Line(
         *_heads(group[0]),
-        1 if rank == NONE else world_size,
+        1 if rank == NONE else call.placement.world_size,
         len(group),
         tensor,
         rank,
         **{name: max(getattr(error, name) for error in errors) for name in _NUMBERS},
-        accepted=accepted_error(tensor, group[0].call.workload.torch_dtype),
+        accepted=accepted_error(tensor, call.workload.torch_dtype),
     )
 
 
@@ -309,10 +309,10 @@ def by_place(lines: Sequence[Line], what: str = "Precision") -> Iterator[Section
 
 
 def _precision(
-    results: Sequence[Result], world_size: int, versus: str | None, by_rank: bool
+    results: Sequence[Result], versus: str | None, by_rank: bool
 ) -> Iterator[Section | str]:
     """Errors; differences from one device and from the kernel `versus`; how to read them."""
-    yield from by_place(precision_lines(results, world_size, by_rank))
+    yield from by_place(precision_lines(results, by_rank))
     yield READING
     compared = dict.fromkeys(name for result in results for name in result.differences)
     if versus and versus not in compared:
@@ -323,21 +323,16 @@ def _precision(
             for result in results
             if other in result.differences
         ]
-        lines = precision_lines(own, world_size, by_rank)
-        yield from by_place(lines, f"Difference from {other}")
+        yield from by_place(precision_lines(own, by_rank), f"Difference from {other}")
     if compared:
         yield READING_DIFFERENCES
 
 
 def print_precision(
-    console: Console,
-    results: Sequence[Result],
-    options: VerifyOptions,
-    versus: str | None,
-    by_rank: bool,
+    console: Console, results: Sequence[Result], versus: str | None, by_rank: bool
 ) -> None:
     """The precision report; `versus` is the kernel that the user named."""
-    for part in _precision(results, options.world_size, versus, by_rank):
+    for part in _precision(results, versus, by_rank):
         if isinstance(part, str):
             console.print(part, markup=False)
         else:
@@ -366,7 +361,7 @@ def write_markdown(
     text.append(f"- {len(results)} cases: {counts} ({seconds:.1f} s)")
     text.append(f"- device: {device}; " + ", ".join(f"{a} {b}" for a, b in versions().items()))
     text += [f"- {line}" for line in accepted_in_words(results)]
-    for part in _precision(results, options.world_size, None, by_rank):
+    for part in _precision(results, None, by_rank):
         text += ["", part] if isinstance(part, str) else _markdown_table(*part)
     unmeasured = [
         f"- {_name(result)}: {result.status.value}: {result.reason.splitlines()[-1]}"

@@ -224,7 +224,7 @@ def test_a_right_gradient_passes_where_its_terms_cancel() -> None:
     )
     for result in check.check_all(make_calls(options), options, "", 60.0):
         assert result.status is check.Status.PASS, result
-        lines = precision_lines([result], options.world_size, by_rank=True)
+        lines = precision_lines([result], by_rank=True)
         assert {line.verdict for line in lines} == {"within"}, "the report agrees"
 
 

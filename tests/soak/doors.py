@@ -143,7 +143,7 @@ def call(case: Case, rank: int = 0, group: ProcessGroup | None = None, **changes
         sample = _shard(sample, *_tokens(case, sample, rank))
     sample = _on(sample, case.device)
     leaves = []
-    for names, x in zip(_leaves(case), packed_inputs(case.form, sample), strict=True):
+    for names, x in zip(case.leaves, packed_inputs(case.form, sample), strict=True):
         leaf = strided(x, case.strides).detach()
         leaves.append(leaf.requires_grad_(any(name in case.wanted for name in names)))
     options = {**sample.options, **arguments, **changes}
@@ -163,7 +163,7 @@ def _differentiated(
     outputs, flowing = [out], [strided(sample.dout, case.strides)]
     if case.returns == "lse with gradient":
         outputs, flowing = [out, lse], [*flowing, sample.dlse]
-    named = {**dict(zip(_leaves(case), leaves)), **({} if sink is None else {("sink",): sink})}
+    named = {**dict(zip(case.leaves, leaves)), **({} if sink is None else {("sink",): sink})}
     named = {names: x for names, x in named.items() if x.requires_grad}
     assert out.requires_grad == bool(named)
     results = {"out": out.detach()} if lse is None else {"out": out.detach(), "lse": lse.detach()}
@@ -172,13 +172,6 @@ def _differentiated(
         parts = grad.unbind(-3) if len(names) > 1 else (grad,)
         results |= {f"d{name}": part for name, part in zip(names, parts, strict=True)}
     return {name: x.cpu() for name, x in results.items()}
-
-
-def _leaves(case: Case) -> list[tuple[str, ...]]:
-    """Which of q, k and v each tensor argument holds."""
-    if case.form.startswith("qkvpacked"):
-        return [("q", "k", "v")]
-    return [("q",), ("k", "v")] if case.form.startswith("kvpacked") else [("q",), ("k",), ("v",)]
 
 
 def _tokens(case: Case, sample: Sample, rank: int) -> tuple[Tensor, Tensor]:
