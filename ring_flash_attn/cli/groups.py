@@ -8,7 +8,7 @@ BACKENDS = ("gloo", "nccl")
 _TIMEOUT = 300.0  # seconds
 
 
-def speaks() -> bool:
+def is_first_rank() -> bool:
     """Whether this process prints and writes: of torchrun's ranks the first does."""
     from ..comm import launch
 
@@ -65,13 +65,13 @@ def check_no_group(why: str, backend: str | None, timeout: float | None) -> None
 
 
 def check_lengths(seqlen: int | None, cu_seqlens: str | None) -> None:
-    """ValueError if both are given: they say the same thing."""
+    """ValueError for both: they say the same thing."""
     if seqlen is not None and cu_seqlens is not None:
         raise ValueError(f"--seqlen {seqlen} and --cu-seqlens {cu_seqlens}: give one of them")
 
 
 def check_stream(seqlen: int | None, tokens: int, world_size: int) -> None:
-    """ValueError unless so many tokens of --cu-seqlens are --seqlen of each rank, where given."""
+    """ValueError unless --cu-seqlens, with so many tokens, and --seqlen of each rank agree."""
     if tokens < world_size:
         raise ValueError(f"--cu-seqlens ends at {tokens}: fewer tokens than {world_size} ranks")
     if seqlen is None or tokens == seqlen * world_size:

@@ -18,7 +18,7 @@ from .groups import (
     check_stream,
     check_timeout,
     check_world_size,
-    speaks,
+    is_first_rank,
 )
 from .versus import compared, find_limits, find_versus
 from .workloads import parse_offsets
@@ -107,7 +107,7 @@ def ring(
     kernels, baseline = find_versus(kernel or [AUTO], versus)
     sizes = {"seqlen": seqlen, "nheads": nheads, "nheads_k": nheads_k, "headdim": headdim}
     with usage_errors():
-        check_output(json_file if speaks() else None)
+        check_output(json_file if is_first_rank() else None)
         settings = find_settings(
             world_size, device, backend, replay, link, timeout, repeats, not no_grad
         )
@@ -126,7 +126,7 @@ def ring(
         )
         if limits is not None and all(each.name == each.baseline for each in targets):
             raise ValueError(f"--versus {baseline}: every --kernel is the same one here")
-    console = screen(quiet=not speaks())
+    console = screen(quiet=not is_first_rank())
     try:
         with status(console, "replaying" if settings.is_replay else "timing") as report:
             rows, replays = time_targets(targets, settings, report)
@@ -134,7 +134,7 @@ def ring(
         console.print(f"nothing could be timed: {failure}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     passed = print_rows(console, rows, settings, targets, baseline, limits)
-    if speaks():
+    if is_first_rank():
         details = {"replays": {name: each.to_dict() for name, each in replays.items()}}
         how = {"repeats": repeats, **compared(baseline, limits)}
         results = make_results(
@@ -176,11 +176,11 @@ def find_settings(
         emulated = find_link(NONE if link is None else link)
         check_link(emulated, where)
         return Settings(size, where, None, emulated, repeats, grad)
-    patience = check_timeout(timeout)
+    seconds = check_timeout(timeout)
     if device is not None and ":" in device:
         raise ValueError(f"--device {device}: ranks take GPUs in turn; say cuda")
     group = check_backend(backend, where.type, size)
-    return Settings(size, where, group, None, repeats, grad, patience)
+    return Settings(size, where, group, None, repeats, grad, seconds)
 
 
 def _workload(settings: Settings, offsets: tuple[int, ...] | None, **sizes: Any) -> Workload:

@@ -13,7 +13,7 @@ from ..bench.workload import Workload
 from ..kernels.base import AUTO
 from ..verify.catalogue import BASE, FEATURES, VerifyOptions, make_calls
 from .console import running, screen, usage_errors, write
-from .groups import check_backend, check_no_group, check_timeout, check_world_size, speaks
+from .groups import check_backend, check_no_group, check_timeout, check_world_size, is_first_rank
 from .options import Backend, Device, JsonFile, Kernels, Layouts, Routes, Timeout, Versus
 from .versus import find_versus
 
@@ -86,13 +86,13 @@ def verify(
     from ..verify import report as reports
     from ..verify.check import check_all, check_kernels
 
-    prints = virtual or speaks()
+    prints = virtual or is_first_rank()
     compares = report or markdown is not None
     with usage_errors():
         if virtual:
             check_no_group("--virtual has all ranks in this process", backend, timeout)
         ranks = world_size or _RANKS if virtual else check_world_size(world_size, _RANKS)
-        patience = check_timeout(timeout)
+        limit = check_timeout(timeout)
         for path in (json_file, markdown) if prints else ():
             check_output(path)
         if versus is not None and not compares:
@@ -127,7 +127,7 @@ def verify(
     start = time.perf_counter()
     results = []
     with running(console, "verify", len(calls)) as (_, advance):
-        for result in check_all(calls, options, group, patience):
+        for result in check_all(calls, options, group, limit):
             results.append(result)
             advance()
     seconds = time.perf_counter() - start

@@ -131,7 +131,7 @@ def _spawned(
 
 
 def _merged(ranks: Sequence[Sequence[Result]]) -> Result:
-    """One result of those of all ranks; the first that is not right speaks for all."""
+    """One result of those of all ranks; the first that did not pass has the status."""
     found = [each for results in ranks for each in results]
     worst = next((each for each in found if each.status is not Status.PASS), found[0])
     return replace(
@@ -294,7 +294,7 @@ def _differentiate(
     leaves: list[Tensor],
     outputs: Mapping[int, tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, ...]:
-    """Gradients of leaves, given out and lse of some ranks."""
+    """Gradients of leaves; `outputs` are out and lse of some ranks."""
     ends, grads = [], []
     for rank, (out, lse) in outputs.items():
         for name, end in (("dout", out), ("dlse", lse)):

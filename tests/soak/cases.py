@@ -71,9 +71,9 @@ class Case:
 
     def __repr__(self) -> str:
         """Only what differs from the simplest call."""
-        given = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         shown = [
-            f"{name}={value!r}" for name, (value, default) in given.items() if value != default
+            f"{name}={value!r}" for name, (value, default) in values.items() if value != default
         ]
         return f"Case({', '.join(shown)})"
 

@@ -196,22 +196,22 @@ def _on(sample: Sample, device: str) -> Sample:
 
 def _arguments(case: Case, sample: Sample, rank: int, group: ProcessGroup | None) -> dict[str, Any]:
     """Everything but tensors and the options of the sample."""
-    given: dict[str, Any] = {"return_attn_probs": case.returns != "out"}
+    arguments: dict[str, Any] = {"return_attn_probs": case.returns != "out"}
     if not case.function.startswith(tuple(f"{prefix}_" for prefix in PREFIXES)):
-        given["kernel"] = case.kernel
+        arguments["kernel"] = case.kernel
     if case.door == "processes":
-        given["group"] = group
+        arguments["group"] = group
     if case.kind in ("virtual", "anything"):
         names = ("layout", "route", "heads_k_stride", "sources_per_launch")
-        given |= {name: getattr(case, name) for name in names}
+        arguments |= {name: getattr(case, name) for name in names}
         if case.kind == "virtual":
-            given["world_size"] = case.world_size
+            arguments["world_size"] = case.world_size
         elif case.batch is not None:
-            given |= {"seqlen": case.lengths_q[0], "seqlen_k": case.lengths_k[0]}
+            arguments |= {"seqlen": case.lengths_q[0], "seqlen_k": case.lengths_k[0]}
         if case.batch is None:
             cu_q, cu_k = (torch.tensor(x) for x in (sample.cu_seqlens_q, sample.cu_seqlens_k))
-            given |= {"cu_seqlens": cu_q.to(case.device), "cu_seqlens_k": cu_k.to(case.device)}
-        return given
+            arguments |= {"cu_seqlens": cu_q.to(case.device), "cu_seqlens_k": cu_k.to(case.device)}
+        return arguments
     extra = extra_arguments(case.plain_name, sample, rank, case.world_size)
     if case.heads_k_stride is not None:
         extra["heads_k_stride"] = case.heads_k_stride
@@ -219,7 +219,7 @@ def _arguments(case: Case, sample: Sample, rank: int, group: ProcessGroup | None
         cu_k = torch.tensor(sample.cu_seqlens_k, dtype=torch.int32)
         extra |= {"cu_seqlens_k": cu_k, "max_seqlen_k": max(case.lengths_k)}
     moved = {n: x.to(case.device) if isinstance(x, Tensor) else x for n, x in extra.items()}
-    return {**given, **moved}
+    return {**arguments, **moved}
 
 
 def strided(x: Tensor, how: str) -> Tensor:
