@@ -64,13 +64,7 @@ def misses(row: Row, limits: Limits) -> Iterator[str]:
 
 
 def refuse_kernels(reasons: Mapping[str, Sequence[str]], device: torch.device) -> None:
-    """NotImplementedError if there are any.
-
-    Args:
-        reasons: of each kernel, or function that fixes it, what `choose_kernel` says, once for each
-            thing that it cannot do.
-        device: where it cannot.
-    """
+    """NotImplementedError if there are any: of each kernel, what `choose_kernel` says each time."""
     import torch
 
     if not reasons:

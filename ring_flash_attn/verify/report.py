@@ -10,11 +10,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..bench.cells import make_table
 from ..bench.functions import function_names
 from ..bench.machine import (
     command,
@@ -139,22 +139,11 @@ def print_report(console: Console, results: Sequence[Result], verbose: int, seco
         console.print(line)
 
 
-def _table(left: Iterable[str], right: Iterable[str], title: str | None = None) -> Table:
-    """Columns of names, which may be folded, then of numbers, which may not."""
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left"
-    )
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _overview(results: Iterable[Result], each: bool) -> Table:
     """A row for each function, point and dtype with its worst errors; or for each single case."""
     names, numbers = ("function", _POINT, "dtype"), (*TENSORS, "worst\nrank")
-    table = _table((*names, "case"), numbers) if each else _table(names, ("cases", *numbers))
+    texts, right = ((*names, "case"), numbers) if each else (names, ("cases", *numbers))
+    table = make_table(texts, right)
     table.add_column("")
     for group in _groups(results):
         for rows in [[result] for result in group] if each else [group]:
@@ -185,7 +174,7 @@ def _use(error: Error) -> float:
 
 def _details(results: Iterable[Result]) -> Table:
     """A row for each case, tensor and rank."""
-    table = _table(("case",), ("tensor", "rank", *_NUMBERS, "plain torch", "limit", ""))
+    table = make_table(("case",), ("tensor", "rank", *_NUMBERS, "plain torch", "limit", ""))
     for group in _groups(results):
         for result in group:
             for i, error in enumerate(result.errors):
@@ -340,7 +329,7 @@ def print_precision(
 
 
 def _precision_table(title: str, lines: Iterable[Line]) -> Table:
-    table = _table(("function", _POINT, "dtype"), _COLUMNS, title)
+    table = make_table(("function", _POINT, "dtype"), _COLUMNS, title)
     for heads, own in groupby(lines, key=lambda line: (line.function, line.point, line.dtype)):
         for number, line in enumerate(own):
             style = "bold red" if line.verdict == "above" else None

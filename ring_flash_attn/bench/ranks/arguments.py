@@ -28,14 +28,9 @@ def packed_leaves(form: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tenso
 def own_arguments(
     signature: str, workload: Workload, placement: Placement, rank: int, device: torch.device
 ) -> dict[str, Any]:
-    """What a function takes besides q, k, v and the options that all share.
+    """What functions with this one of `signatures.py` take besides q, k, v and common options.
 
-    Args:
-        signature: name of the function's list of arguments in `signatures.py`.
-        workload: what is computed, over all ranks.
-        placement: how it is spread; only `ring_attention` takes its layout and route.
-        rank: whose arguments.
-        device: of cu_seqlens.
+    Only `ring_attention` takes the layout and route of the placement.
 
     Raises:
         ValueError: the function needs documents, or all tokens, that divide by the ranks.

@@ -69,8 +69,7 @@ def _calls(
 class Group:
     """The default group, in which ranks wait for each other and agree on what failed.
 
-    Args:
-        device: of this rank; with NCCL ranks wait on its current stream, not on the host.
+    With NCCL they wait on the current stream of their device, not on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
