@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from ranks import Ranks
+from ranks import Ranks, one_rank
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FAMILIES
@@ -282,11 +281,8 @@ def test_the_backend_that_is_used() -> None:
 
 def start_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is its only rank."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
+    for name, value in one_rank().items():
+        monkeypatch.setenv(name, value)
 
 
 def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

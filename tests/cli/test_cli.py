@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from ranks import one_rank
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FUNCTIONS
@@ -458,11 +458,8 @@ def test_after_a_crash_the_rest_is_verified(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
+    for name, value in one_rank().items():
+        monkeypatch.setenv(name, value)
     options = ("--feature", "causal", "--device", "cpu", "--report")
     result = rfa("verify", "zigzag_ring_flash_attn_func", *options)
     assert result.exit_code == 0, result.output
