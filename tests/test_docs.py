@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from ranks import Ranks
+from ranks import Ranks, one_rank
 from torch import Tensor
 from torch.distributed.run import get_args_parser
 
@@ -700,13 +699,6 @@ def small(typed: Typed, given: dict[str, Any]) -> dict[str, Any]:
         return {**given, **sizes, "nheads_k": 2, "device": "cpu", "repeats": 1}
     virtual = {"virtual": not typed.launched, "feature": ["full"]}
     return {**given, **sizes, "nheads_k": 2, "device": "cpu", **virtual}
-
-
-def one_rank() -> dict[str, str]:
-    """What torchrun tells the only rank that it starts."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def exit_code(context: Any) -> int:

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from .results import Row
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 ON_CPU = "On the CPU these are times of the host, and say little about GPUs."
 MISSING = "n/a"
+
+
+def make_table(texts: Iterable[str], numbers: Iterable[str], title: str | None = None) -> Table:
+    """A table without columns' lines; numbers come last, to the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
+    table.title_justify = "left"
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def cell(value: float | None, form: str = ".3f", missing: str = MISSING, unit: str = "") -> str:

@@ -47,7 +47,7 @@ class PublicFunction:
         return bool(self.family.layout) or self.signature == "anything"
 
     def points(self, layouts: Sequence[str], routes: Sequence[str]) -> list[tuple[str, str]]:
-        """Every (layout, route) of these at which it can be called; none given: of all."""
+        """Every (layout, route) of these at which it can be called; of all if there are none."""
         if self.signature == "anything":
             layouts, routes = layouts or layout_names(), routes or route_names()
             return [(layout, route) for layout in layouts for route in routes]

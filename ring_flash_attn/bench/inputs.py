@@ -37,14 +37,7 @@ def call_of(workload: Workload, device: torch.device, with_lse: bool = False) ->
 
 def options_of(workload: Workload, kernel: str) -> Options:
     """The arguments that all public functions share."""
-    return Options(
-        dropout_p=workload.dropout_p,
-        softmax_scale=workload.softmax_scale,
-        causal=workload.causal,
-        window_size=workload.window,
-        softcap=workload.softcap,
-        kernel=kernel,
-    )
+    return Options(**workload.options, kernel=kernel)
 
 
 def problem_of(workload: Workload, placement: Placement) -> Problem:

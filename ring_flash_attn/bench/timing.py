@@ -93,16 +93,18 @@ class Stopwatch:
         if self._cuda:
             self._clear(1 + math.ceil(min(_MARGIN * host, _MOST_LEAD) / self._flush_ms))
 
-    def time(self, work: Work, host: float = 1.0) -> Timing:
-        """Run it once; it is queued in about `host` ms."""
+    def time(self, work: Work, host: float = 1.0, ready: Work | None = None) -> Timing:
+        """Run it once, after `ready`, which is not timed; it is queued in about `host` ms."""
         if isinstance(work, Prepared):
             work = work.prepare()
+        self.lead(host)
+        if ready is not None:
+            ready()
         if not self._cuda:
             start = time.perf_counter()
             work()
             passed = (time.perf_counter() - start) * 1e3
             return Timing(passed, passed)
-        self.lead(host)
         return self._between(work)
 
     def _between(self, work: Work) -> Timing:

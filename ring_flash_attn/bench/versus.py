@@ -40,14 +40,10 @@ def beside(row: Row, base: Row) -> Row:
     if "theoretic_ms" in base.values:
         values[THEORY] = 100 * base.values["theoretic_ms"] / row.ms
     if row.peak_bytes is not None and base.peak_bytes is not None:
-        values[MEMORY] = _percent(row.peak_bytes, base.peak_bytes)
+        nothing = math.inf if row.peak_bytes else 100.0  # beside a baseline that takes none
+        share = 100 * row.peak_bytes / base.peak_bytes if base.peak_bytes else nothing
+        values[MEMORY] = share
     return replace(row, values={**row.values, **values})
-
-
-def _percent(size: int, of: int) -> float:
-    if of == 0:
-        return math.inf if size else 100.0
-    return 100 * size / of
 
 
 def misses(row: Row, limits: Limits) -> Iterator[str]:
@@ -68,13 +64,7 @@ def misses(row: Row, limits: Limits) -> Iterator[str]:
 
 
 def refuse_kernels(reasons: Mapping[str, Sequence[str]], device: torch.device) -> None:
-    """NotImplementedError if there are any.
-
-    Args:
-        reasons: of each kernel, or function that fixes it, what `choose_kernel` says, once for each
-            thing that it cannot do.
-        device: where it cannot.
-    """
+    """NotImplementedError if there are any: of each kernel, what `choose_kernel` says each time."""
     import torch
 
     if not reasons:

@@ -163,6 +163,12 @@ class Workload:
         return Mask.of(causal=self.causal, window_size=self.window)
 
     @property
+    def options(self) -> dict[str, Any]:
+        """What attention functions take of it, by flash-attn's names."""
+        names = ("causal", "softmax_scale", "softcap", "dropout_p")
+        return {"window_size": self.window, **{name: getattr(self, name) for name in names}}
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch has it."""
         return find_dtype(self.dtype)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ..bench.cells import ON_CPU as ON_CPU
+from ..bench.cells import make_table as make_table
 from ..bench.cells import mib as mib
 from ..bench.results import Results, Row, plain_json
 
@@ -67,17 +66,6 @@ def running(console: Console, what: str, total: int) -> Iterator[tuple[Report, A
             lambda line: progress.update(task, description=line),
             lambda: progress.advance(task),
         )
-
-
-def make_table(texts: Iterable[str], numbers: Iterable[str], title: str | None = None) -> Table:
-    """A table without columns' lines; numbers come last, to the right."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
-    table.title_justify = "left"
-    for name in texts:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def print_failures(console: Console, rows: Sequence[Row]) -> None:

@@ -5,6 +5,15 @@ from __future__ import annotations
 import os
 
 BACKENDS = ("gloo", "nccl")
+_TIMEOUT = 300.0  # seconds
+
+
+def is_first_rank() -> bool:
+    """Whether this process prints and writes: of torchrun's ranks the first does."""
+    from ..comm import launch
+
+    joined = launch.torchrun_rank()
+    return joined is None or joined[0] == 0
 
 
 def check_world_size(world_size: int | None, default: int) -> int:
@@ -19,12 +28,12 @@ def check_world_size(world_size: int | None, default: int) -> int:
     return joined[1]
 
 
-def check_timeout(timeout: float | None, default: float) -> float:
-    """ValueError for one that would mean nothing."""
+def check_timeout(timeout: float | None) -> float:
+    """The user's, or the default; ValueError for one that would mean nothing."""
     from ..comm import launch
 
     if timeout is None:
-        return default
+        return _TIMEOUT
     if not timeout > 0:
         raise ValueError(f"--timeout must be positive, not {timeout:g}")
     if launch.torchrun_rank() is not None:
@@ -56,13 +65,13 @@ def check_no_group(why: str, backend: str | None, timeout: float | None) -> None
 
 
 def check_lengths(seqlen: int | None, cu_seqlens: str | None) -> None:
-    """ValueError if both are given: they say the same thing."""
+    """ValueError for both: they say the same thing."""
     if seqlen is not None and cu_seqlens is not None:
         raise ValueError(f"--seqlen {seqlen} and --cu-seqlens {cu_seqlens}: give one of them")
 
 
 def check_stream(seqlen: int | None, tokens: int, world_size: int) -> None:
-    """ValueError unless so many tokens of --cu-seqlens are --seqlen of each rank, where given."""
+    """ValueError unless --cu-seqlens, with so many tokens, and --seqlen of each rank agree."""
     if tokens < world_size:
         raise ValueError(f"--cu-seqlens ends at {tokens}: fewer tokens than {world_size} ranks")
     if seqlen is None or tokens == seqlen * world_size:

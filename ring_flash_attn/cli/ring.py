@@ -11,15 +11,21 @@ from ..bench.results import check_output
 from ..bench.workload import Placement, Workload, lengths_of
 from ..kernels.base import AUTO
 from . import options
-from .console import screen, status, write
-from .groups import check_backend, check_no_group, check_stream, check_timeout, check_world_size
+from .console import screen, status, usage_errors, write
+from .groups import (
+    check_backend,
+    check_no_group,
+    check_stream,
+    check_timeout,
+    check_world_size,
+    is_first_rank,
+)
 from .versus import compared, find_limits, find_versus
 from .workloads import parse_offsets
 
 if TYPE_CHECKING:
     from ..bench.ranks import Settings
 
-_TIMEOUT = 300.0
 _RANKS_ON_ONE_GPU, _RANKS_ON_CPU = 8, 4
 _SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"seqlen": 8192, "nheads": 32, "nheads_k": 8, "headdim": 128, "dtype": "bfloat16"},
@@ -99,17 +105,15 @@ def ring(
     from .ring_tables import print_rows
 
     kernels, baseline = find_versus(kernel or [AUTO], versus)
-    joined = launch.torchrun_rank()
-    speaks = joined is None or joined[0] == 0
     sizes = {"seqlen": seqlen, "nheads": nheads, "nheads_k": nheads_k, "headdim": headdim}
-    try:
-        check_output(json_file if speaks else None)
+    with usage_errors():
+        check_output(json_file if is_first_rank() else None)
         settings = find_settings(
             world_size, device, backend, replay, link, timeout, repeats, not no_grad
         )
         limits = find_limits(gate, min_speed, max_memory, baseline, settings.device)
         offsets = None if cu_seqlens is None else parse_offsets(cu_seqlens)
-        selection = choose_targets(
+        targets = choose_targets(
             names or (),
             _workload(settings, offsets, batch=batch, causal=bool(causal), dtype=dtype, **sizes),
             Placement(settings.world_size, heads_k_stride=heads_k_stride, link=settings.link),
@@ -120,19 +124,17 @@ def ring(
             kernels=kernels,
             versus=baseline,
         )
-        if limits is not None and all(name == of for name, of in selection.baselines.items()):
+        if limits is not None and all(each.name == each.baseline for each in targets):
             raise ValueError(f"--versus {baseline}: every --kernel is the same one here")
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
-    console = screen(quiet=not speaks)
+    console = screen(quiet=not is_first_rank())
     try:
         with status(console, "replaying" if settings.is_replay else "timing") as report:
-            rows, replays = time_targets(selection, settings, report)
+            rows, replays = time_targets(targets, settings, report)
     except launch.RanksFailed as failure:
         console.print(f"nothing could be timed: {failure}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    passed = print_rows(console, rows, settings, baseline, selection.baselines, limits)
-    if speaks:
+    passed = print_rows(console, rows, settings, targets, baseline, limits)
+    if is_first_rank():
         details = {"replays": {name: each.to_dict() for name, each in replays.items()}}
         how = {"repeats": repeats, **compared(baseline, limits)}
         results = make_results(
@@ -174,11 +176,11 @@ def find_settings(
         emulated = find_link(NONE if link is None else link)
         check_link(emulated, where)
         return Settings(size, where, None, emulated, repeats, grad)
-    patience = check_timeout(timeout, _TIMEOUT)
+    seconds = check_timeout(timeout)
     if device is not None and ":" in device:
         raise ValueError(f"--device {device}: ranks take GPUs in turn; say cuda")
     group = check_backend(backend, where.type, size)
-    return Settings(size, where, group, None, repeats, grad, patience)
+    return Settings(size, where, group, None, repeats, grad, seconds)
 
 
 def _workload(settings: Settings, offsets: tuple[int, ...] | None, **sizes: Any) -> Workload:

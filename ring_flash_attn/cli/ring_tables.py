@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
 from ..bench.cells import ON_CPU
 from ..bench.machine import device_name
-from ..bench.ranks import Rows, Settings
+from ..bench.ranks import Rows, Settings, Target
 from ..bench.results import FORWARD, Row
 from ..bench.versus import Limits
 from ..comm import launch
@@ -30,19 +30,11 @@ def print_rows(
     console: Console,
     rows: Rows,
     settings: Settings,
+    targets: Sequence[Target],
     versus: str,
-    baselines: Mapping[str, str],
     limits: Limits | None,
 ) -> bool:
     """Print what was run, a table for each passes, what failed, how to read it; the comparison.
-
-    Args:
-        console: where to print.
-        rows: by the target's name and the passes.
-        settings: how they were timed.
-        versus: kernel that the others are compared with; "" if there are no others.
-        baselines: the targets with it, by the names of those that are compared with them.
-        limits: of a gate.
 
     Returns:
         Whether the gate, if there is one, lets everything through.
@@ -62,10 +54,10 @@ def print_rows(
     groups = [
         (
             rows[base, passes],
-            [rows[name, passes] for name, its in baselines.items() if name != its == base],
+            [rows[t.name, passes] for t in targets if t.name != t.baseline == base],
         )
         for passes in settings.passes
-        for base in dict.fromkeys(baselines.values())
+        for base in dict.fromkeys(target.baseline for target in targets)
     ]
     return print_versus(console, groups, versus, _LABELS, limits)
 

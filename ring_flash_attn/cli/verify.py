@@ -12,12 +12,12 @@ from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..kernels.base import AUTO
 from ..verify.catalogue import BASE, FEATURES, VerifyOptions, make_calls
-from .console import running, screen, write
-from .groups import check_backend, check_no_group, check_timeout, check_world_size
+from .console import running, screen, usage_errors, write
+from .groups import check_backend, check_no_group, check_timeout, check_world_size, is_first_rank
 from .options import Backend, Device, JsonFile, Kernels, Layouts, Routes, Timeout, Versus
 from .versus import find_versus
 
-_RANKS, _TIMEOUT = 4, 300.0
+_RANKS = 4
 _Size = Annotated[int, typer.Option(min=1)]
 
 
@@ -83,18 +83,16 @@ def verify(
     torchrun --nproc_per_node 8 -m ring_flash_attn.cli verify --kernel triton --kernel native
     """
     from ..bench.machine import find_device
-    from ..comm import launch
     from ..verify import report as reports
     from ..verify.check import check_all, check_kernels
 
-    joined = None if virtual else launch.torchrun_rank()
-    prints = joined is None or joined[0] == 0
+    prints = virtual or is_first_rank()
     compares = report or markdown is not None
-    try:
+    with usage_errors():
         if virtual:
             check_no_group("--virtual has all ranks in this process", backend, timeout)
         ranks = world_size or _RANKS if virtual else check_world_size(world_size, _RANKS)
-        patience = check_timeout(timeout, _TIMEOUT)
+        limit = check_timeout(timeout)
         for path in (json_file, markdown) if prints else ():
             check_output(path)
         if versus is not None and not compares:
@@ -125,19 +123,17 @@ def verify(
         if versus is not None and versus not in used:
             raise ValueError(f"--versus {versus}: the functions' own names say their kernel")
         check_kernels(calls, options)
-    except (ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(str(error)) from None
     console = screen(quiet=not prints)
     start = time.perf_counter()
     results = []
     with running(console, "verify", len(calls)) as (_, advance):
-        for result in check_all(calls, options, group, patience):
+        for result in check_all(calls, options, group, limit):
             results.append(result)
             advance()
     seconds = time.perf_counter() - start
     reports.print_report(console, results, verbose, seconds)
     if report:
-        reports.print_precision(console, results, options, versus, verbose > 0)
+        reports.print_precision(console, results, versus, verbose > 0)
     if markdown is not None and prints:
         reports.write_markdown(markdown, results, options, seconds, verbose > 0)
         console.print(f"wrote {markdown}", markup=False, soft_wrap=True)

@@ -72,12 +72,8 @@ def print_versus(
 ) -> bool:
     """Print the table of the original documents; whether the gate lets everything through.
 
-    Args:
-        console: where to print.
-        groups: rows of the baseline, each with those that are compared with it.
-        versus: name of the baseline.
-        labels: the first columns.
-        limits: of the gate, if there is one.
+    Groups are rows of the baseline, each with those that are compared with it; `labels` make the
+    first columns.
     """
     ranks = any("theoretic_ms" in base.values for base, _ in groups)
     shares = {THEORY: "rel. eff. %"} if ranks else {}

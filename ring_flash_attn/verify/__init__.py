@@ -1,1 +1,1 @@
-"""What `rfa verify` is made of: cases, right answers, calls on the ranks, errors, report."""
+"""What `rfa verify` is made of: calls, expected results, errors, report."""

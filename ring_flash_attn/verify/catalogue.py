@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -13,21 +13,29 @@ from ..kernels.base import AUTO
 from ..plan.layout import FLAT_PREFIX, layout_names
 from .cut import cut_names
 
-FEATURES = {
-    "causal": "queries see no later keys; two query heads share a KV head",
-    "full": "no mask",
-    "window": "a window to both sides",
-    "causal_window": "a window to the left",
-    "softcap": "scores go through a tanh",
-    "alibi": "a slope for every head, in a batch for every sequence",
-    "sink": "one more score for each head",
-    "dropout": "a quarter of the entries is dropped",
-    "lse_grad": "the loss depends on lse, too",
-    "mqa": "all query heads share one KV head",
-    "headdim_v": "values have a head dimension of their own",
-    "cross": "more keys than queries, fewer, and none",
-    "tiny": "fewer tokens than ranks",
-    "together": "window, softcap, ALiBi, sink, dropout, scale and gradient of lse at once",
+_TOGETHER = ("causal_window", "softcap", "alibi", "sink", "dropout", "lse_grad")
+# By name, what a feature changes in a workload; `_lengths` and `_other_lengths` do the rest.
+FEATURES: Mapping[str, Callable[[Workload], dict[str, Any]]] = {
+    "causal": lambda w: {},  # two query heads share a KV head
+    "full": lambda w: {"causal": False},
+    "window": lambda w: {
+        "causal": False,
+        "window": (max(1, w.seqlen // 6), max(1, w.seqlen // 12)),
+    },
+    "causal_window": lambda w: {"window": (max(1, w.seqlen // 6), -1)},
+    "softcap": lambda w: {"softcap": 2.0},
+    "alibi": lambda w: {"alibi": True},
+    "sink": lambda w: {"sink": True},
+    "dropout": lambda w: {"dropout_p": 0.25},
+    "lse_grad": lambda w: {"lse_grad": True},  # the loss depends on lse, too
+    "mqa": lambda w: {"nheads_k": 1},
+    "headdim_v": lambda w: {"headdim_v": max(1, w.headdim // 2)},
+    "cross": lambda w: {},  # more keys than queries, fewer, and none
+    "tiny": lambda w: {},  # fewer tokens than ranks
+    "together": lambda w: (
+        {name: value for part in _TOGETHER for name, value in FEATURES[part](w).items()}
+        | {"softmax_scale": 0.3}
+    ),
 }
 BASE = Workload(batch=2, seqlen=51, nheads=4, nheads_k=2, headdim=16, causal=True)
 
@@ -40,7 +48,6 @@ _FEW = ("causal", "together")  # features that the other dtypes get
 _FORMS_OF_ALL = ("causal", "full")  # features that kvpacked and qkvpacked get
 _DIFFERENT_KEYS = ("single", "single_documents", "anything")
 _ANY_LENGTH = ("documents", "gathered_documents", "anything")
-_TOGETHER = ("causal_window", "softcap", "alibi", "sink", "dropout", "lse_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +80,18 @@ class VerifyCall:
     """One call of a public function, over all ranks.
 
     Attributes:
-        function: public name.
-        form: how q, k and v come; the end of the name.
-        signature: name of its list of arguments in `signatures.py`.
-        feature: what is special about the workload.
+        function: which.
         workload: what is computed.
         placement: layout and route are empty on one device; the kernel is the one asked for.
+        feature: what is special about the workload.
         seed: of the inputs; dropout's own is drawn from it.
     """
 
-    function: str
-    form: str
-    signature: str
-    feature: str
+    function: PublicFunction
     workload: Workload
     placement: Placement
-    seed: int
+    feature: str = ""
+    seed: int = 0
 
 
 def make_calls(options: VerifyOptions) -> list[VerifyCall]:
@@ -126,22 +129,23 @@ def _is_twin(function: PublicFunction) -> bool:
 def _calls(
     function: PublicFunction, layout: str, route: str, kernel: str, options: VerifyOptions
 ) -> Iterator[VerifyCall]:
-    form, signature = function.form, function.signature
-    stride = 1 if signature in ("gathered_documents", "llama3") else None
+    stride = 1 if function.signature in ("gathered_documents", "llama3") else None
     placement = Placement(options.world_size, layout, route, kernel, stride)
+    plain = function.form in ("func", "")
     for feature in options.features or FEATURES:
-        if not _possible(signature, form, feature, bool(options.features)):
+        if not _possible(function, feature, explicit=bool(options.features)):
             continue
+        few = _DTYPES[options.device] if feature in _FEW and plain else _DTYPES[options.device][:1]
         for packed in _packings(function, layout, feature):
             workload = _workload(function, feature, packed, options)
-            for dtype in _dtypes(options, form, feature):
+            for dtype in options.dtypes or few:
                 own = replace(workload, dtype=dtype)
-                yield VerifyCall(
-                    function.name, form, signature, feature, own, placement, options.seed
-                )
+                yield VerifyCall(function, own, placement, feature, options.seed)
 
 
-def _possible(signature: str, form: str, feature: str, explicit: bool) -> bool:
+def _possible(function: PublicFunction, feature: str, explicit: bool) -> bool:
+    """Other forms than q, k and v get most features only if the user asks for them."""
+    signature, form = function.signature, function.form
     if feature == "headdim_v" and form not in ("func", ""):
         return False
     if feature == "mqa" and form.startswith("qkv"):
@@ -161,13 +165,6 @@ def _packings(function: PublicFunction, layout: str, feature: str) -> tuple[bool
     return (False, True) if both else (True,)
 
 
-def _dtypes(options: VerifyOptions, form: str, feature: str) -> tuple[str, ...]:
-    if options.dtypes:
-        return options.dtypes
-    few = feature in _FEW and form in ("func", "")
-    return _DTYPES[options.device] if few else _DTYPES[options.device][:1]
-
-
 def _workload(
     function: PublicFunction, feature: str, packed: bool, options: VerifyOptions
 ) -> Workload:
@@ -184,28 +181,7 @@ def _workload(
             changes["cu_seqlens_k"] = tuple(accumulate(keys, initial=0))
     if function.form.startswith("qkv"):
         changes["nheads_k"] = base.nheads
-    return replace(base, **changes, **_changes(feature, base))
-
-
-def _changes(feature: str, base: Workload) -> dict[str, Any]:
-    """What a feature changes in a workload, lengths aside."""
-    left, right = max(1, base.seqlen // 6), max(1, base.seqlen // 12)
-    changes: dict[str, dict[str, Any]] = {
-        "full": {"causal": False},
-        "window": {"causal": False, "window": (left, right)},
-        "causal_window": {"window": (left, -1)},
-        "softcap": {"softcap": 2.0},
-        "alibi": {"alibi": True},
-        "sink": {"sink": True},
-        "dropout": {"dropout_p": 0.25},
-        "lse_grad": {"lse_grad": True},
-        "mqa": {"nheads_k": 1},
-        "headdim_v": {"headdim_v": max(1, base.headdim // 2)},
-    }
-    if feature != "together":
-        return changes.get(feature, {})
-    together = {name: value for part in _TOGETHER for name, value in changes[part].items()}
-    return {"softmax_scale": 0.3, **together}
+    return replace(base, **changes, **FEATURES[feature](base))
 
 
 def _lengths(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
@@ -14,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import api
+from ..bench.functions import find_functions
 from ..bench.inputs import call_of
-from ..bench.ranks.arguments import own_arguments
+from ..bench.ranks.arguments import own_arguments, packed_leaves
 from ..bench.versus import refuse_kernels
 from ..bench.workload import Placement, Workload
 from ..comm import launch
@@ -44,8 +43,7 @@ class Result:
     """What became of a call, on one rank or on all.
 
     Attributes:
-        call: which.
-        status: in a word.
+        call, status: which, and the same in a word.
         kernel: that was used.
         errors: against the oracle.
         reason: why there are none.
@@ -71,22 +69,19 @@ class Result:
 def check_kernels(calls: Sequence[VerifyCall], options: VerifyOptions) -> None:
     """NotImplementedError for kernels that can do none of the calls they were asked for."""
     device = launch.rank_device(options.device, 0)
-    refused = {}
-    for kernel in dict.fromkeys(call.placement.kernel for call in calls):
-        own = [call for call in calls if call.placement.kernel == kernel]
-        reasons = [_why_not(call, device) for call in own]
-        if kernel != AUTO and all(reasons):
-            asked = f"--kernel {kernel}" if kernel in options.kernels else own[0].function
-            refused[asked] = reasons
-    refuse_kernels(refused, device)
-
-
-def _why_not(call: VerifyCall, device: torch.device) -> str:
-    try:
-        _kernel(call, device)
-    except NotImplementedError as error:
-        return str(error)
-    return ""
+    asked: dict[str, str] = {}  # by kernel: how
+    reasons: dict[str, list[str]] = {}  # by kernel; "": it can
+    for call in calls:
+        kernel, why = call.placement.kernel, ""
+        try:
+            _kernel(call, device)
+        except NotImplementedError as error:
+            why = str(error)
+        option = f"--kernel {kernel}" if kernel in options.kernels else call.function.name
+        asked.setdefault(kernel, option)
+        reasons.setdefault(kernel, []).append(why)
+    reasons.pop(AUTO, None)
+    refuse_kernels({asked[name]: why for name, why in reasons.items() if all(why)}, device)
 
 
 def _kernel(call: VerifyCall, device: torch.device) -> str:
@@ -100,24 +95,18 @@ def check_all(
 ) -> Iterator[Result]:
     """Results in the order of the calls, each as soon as all ranks have it."""
     if options.virtual:
-        with _one_thread():
-            yield from map(_merged, _check(calls, options, None))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # faster for small products than threads that wait for each other
+        try:
+            for found in check_on_rank(None, options.world_size, calls, options):
+                yield _merged([found])
+        finally:
+            torch.set_num_threads(threads)
     elif launch.torchrun_rank():
-        found = launch.run_joined(check_on_rank, (calls, options), options.device, backend)
-        yield from map(_merged, found)
+        ranks = launch.run_joined(check_on_rank, (calls, options), options.device, backend)
+        yield from map(_merged, ranks)
     else:
         yield from _spawned(calls, options, backend, timeout)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Small products are faster on one thread than on threads that wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _spawned(
@@ -141,29 +130,22 @@ def _spawned(
         yield Result(call, Status.LEFT_OUT, reason=f"not run after {crashes} crashes")
 
 
-def _merged(ranks: Sequence[Result]) -> Result:
-    """One result of those of all ranks; the first that is not right speaks for all."""
-    worst = next((each for each in ranks if each.status is not Status.PASS), ranks[0])
+def _merged(ranks: Sequence[Sequence[Result]]) -> Result:
+    """One result of those of all ranks; the first that did not pass has the status."""
+    found = [each for results in ranks for each in results]
+    worst = next((each for each in found if each.status is not Status.PASS), found[0])
     return replace(
         worst,
-        errors=tuple(error for each in ranks for error in each.errors),
+        errors=tuple(error for each in found for error in each.errors),
         differences={
-            versus: tuple(error for each in ranks for error in each.differences.get(versus, ()))
+            versus: tuple(error for each in found for error in each.differences.get(versus, ()))
             for versus in worst.differences
         },
     )
 
 
 def check_on_rank(
-    rank: int, world_size: int, calls: Sequence[VerifyCall], options: VerifyOptions
-) -> Iterator[Result]:
-    """What a rank of a group finds out about each call."""
-    for (result,) in _check(calls, options, rank):
-        yield result
-
-
-def _check(
-    calls: Sequence[VerifyCall], options: VerifyOptions, rank: int | None
+    rank: int | None, world_size: int, calls: Sequence[VerifyCall], options: VerifyOptions
 ) -> Iterator[list[Result]]:
     """What this process finds out about each call, as one rank or, with None, as all of them."""
     here = rank or 0
@@ -231,19 +213,13 @@ def part(call: VerifyCall, name: str, whole: Tensor, rank: int) -> Tensor:
 
 def call_on_rank(call: VerifyCall, inputs: Tensors, rank: int) -> Tensors:
     """Call the function as this rank of the default group, and differentiate."""
-    q, k, v = _shard(call, inputs, rank)
-    leaves = {"q": q, "k": k, "v": v}
-    if call.form.startswith("kvpacked"):
-        leaves = {"q": q, "kv": torch.stack([k, v], -3)}
-    elif call.form.startswith("qkvpacked"):
-        leaves = {"qkv": torch.stack([q, k, v], -3)}
-    leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+    leaves = packed_leaves(call.function.form, *_shard(call, inputs, rank))
     options = _options(call, inputs)
-    function = getattr(api, call.function)
-    if "kernel" not in inspect.signature(function).parameters:
+    if call.function.prefix:
         del options["kernel"]  # the name says it
-    own = own_arguments(call.signature, call.workload, call.placement, rank, q.device)
-    out, lse, _ = function(**leaves, **own, **options)
+    device = inputs["q"].device
+    own = own_arguments(call.function.signature, call.workload, call.placement, rank, device)
+    out, lse, _ = getattr(api, call.function.name)(**leaves, **own, **options)
     if options["sink"] is not None:
         leaves["sink"] = options["sink"]
     grads = _differentiate(call, inputs, list(leaves.values()), {rank: (out, lse)})
@@ -288,11 +264,10 @@ def call_virtual(call: VerifyCall, inputs: Tensors) -> list[Tensors]:
 @lru_cache(maxsize=4)  # functions and layouts share it
 def call_on_one_device(workload: Workload, seed: int, kernel: str, device: torch.device) -> Tensors:
     """Compute the whole workload on one device, and differentiate."""
-    function = "flash_attn_varlen_func" if workload.packed else "flash_attn_func"
-    signature = "single_documents" if workload.packed else "single"
-    placement = Placement(1, "", "", kernel)
-    call = VerifyCall(function, "func", signature, "", workload, placement, seed)
+    name = "flash_attn_varlen_func" if workload.packed else "flash_attn_func"
+    (function,) = find_functions((name,))
     torch.manual_seed(seed)
+    call = VerifyCall(function, workload, Placement(1, "", "", kernel), seed=seed)
     return call_on_rank(call, make_inputs(workload, seed, device), 0)
 
 
@@ -303,15 +278,11 @@ def _shard(call: VerifyCall, inputs: Tensors, rank: int) -> tuple[Tensor, Tensor
 
 def _options(call: VerifyCall, inputs: Tensors) -> dict[str, Any]:
     """Arguments that all functions share."""
-    workload, sink = call.workload, inputs.get("sink")
+    sink = inputs.get("sink")
     return {
-        "dropout_p": workload.dropout_p,
-        "softmax_scale": workload.softmax_scale,
-        "causal": workload.causal,
-        "window_size": workload.window,
+        **call.workload.options,
         "alibi_slopes": inputs.get("slopes"),
         "return_attn_probs": True,
-        "softcap": workload.softcap,
         "sink": None if sink is None else sink.detach().clone().requires_grad_(),
         "kernel": call.placement.kernel,
     }
@@ -323,7 +294,7 @@ def _differentiate(
     leaves: list[Tensor],
     outputs: Mapping[int, tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, ...]:
-    """Gradients of leaves, given out and lse of some ranks."""
+    """Gradients of leaves; `outputs` are out and lse of some ranks."""
     ends, grads = [], []
     for rank, (out, lse) in outputs.items():
         for name, end in (("dout", out), ("dlse", lse)):
@@ -337,57 +308,43 @@ def _differentiate(
 
 
 class Differences:
-    """Compares what a process computes with one device, and with the kernel `options.versus`.
-
-    Args:
-        options: what to compare; nothing without a report.
-        device: of the process.
-    """
+    """Compares what a process computes with one device, and with the kernel `options.versus`."""
 
     def __init__(self, options: VerifyOptions, device: torch.device) -> None:
-        self._choice, self._device = options, device
+        self._options, self._device = options, device
         self._workload: Workload | None = None
-        self._baseline: dict[tuple[str, str, str, int], tuple[str, Tensors]] = {}
+        self._baseline: dict[Any, tuple[str, Tensors]] = {}  # of this workload
 
     def of(
         self, call: VerifyCall, kernel: str, found: Tensors, rank: int
     ) -> dict[str, tuple[Error, ...]]:
         """By what a rank's tensors are compared with; calls come in the order of `make_calls`."""
-        if not self._choice.report:
+        if not self._options.report:
             return {}
-        others = {}
+        if call.workload != self._workload:
+            self._workload = call.workload
+            self._baseline.clear()
+        others: dict[str, Tensors] = {}
         if call.placement.layout:
             whole = call_on_one_device(call.workload, call.seed, kernel, self._device)
             names = [name for name in found if name != "dsink"]  # a rank has a part of the sum
             others[ONE_DEVICE] = {name: part(call, name, whole[name], rank) for name in names}
-        baseline = self._of_baseline(call, kernel, found, rank)
-        if baseline is not None:
-            others[self._choice.versus] = baseline
+        placement, versus = call.placement, self._options.versus
+        key = (replace(call.function, prefix=""), placement.layout, placement.route, rank)
+        used, tensors = self._baseline.get(key, (kernel, found))
+        if placement.kernel == versus:
+            self._baseline[key] = kernel, found
+        elif used != kernel:
+            others[versus] = tensors
         right = expected(call.workload, call.seed, self._device)
         differences = {}
-        for versus, other in others.items():
+        for name_of_other, other in others.items():
             errors = (
                 replace(right[name], tensor=want).compare(name, rank, found[name])
                 for name, want in other.items()
             )
             # The other tensors may be as far from the right ones as these.
-            differences[versus] = tuple(
+            differences[name_of_other] = tuple(
                 replace(each, plain=2 * each.plain, limit=2 * each.limit) for each in errors
             )
         return differences
-
-    def _of_baseline(
-        self, call: VerifyCall, kernel: str, found: Tensors, rank: int
-    ) -> Tensors | None:
-        """What the kernel `versus` computed for this rank; None if this is it."""
-        if call.workload != self._workload:
-            self._workload = call.workload
-            self._baseline.clear()
-        asked = call.placement.kernel
-        function = call.function.removeprefix(f"{asked}_")
-        key = (function, call.placement.layout, call.placement.route, rank)
-        if asked == self._choice.versus:
-            self._baseline[key] = kernel, found
-            return None
-        used, tensors = self._baseline.get(key, ("", None))
-        return None if used == kernel else tensors

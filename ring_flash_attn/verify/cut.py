@@ -39,14 +39,7 @@ def cut_names() -> tuple[str, ...]:
 
 
 def cut(layout: str, lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Places in the whole stream of a rank's tokens, in local order.
-
-    Args:
-        layout: as in `ring_attention`.
-        lengths: tokens of each document.
-        rank: whose tokens.
-        world_size: number of ranks.
-    """
+    """Places in the whole stream of a rank's tokens, in local order; lengths are documents'."""
     stream = list(range(sum(lengths)))
     if layout.startswith("flat_"):
         return _CUTS[layout.removeprefix("flat_")](stream, rank, world_size)

@@ -194,11 +194,7 @@ def expected(
 ) -> dict[str, Expected]:
     """What the oracle says: out, lse, dq, dk, dv and, with a sink, dsink.
 
-    Args:
-        workload: what is computed.
-        seed: of the inputs.
-        device: where to compute.
-        rows: queries whose outputs the loss depends on; all if None.
+    With `rows`, the loss depends on the outputs of these queries only.
     """
     right, parts = _attend(workload, seed, device, torch.float64, rows)
     plain, _ = _attend(workload, seed, device, workload.torch_dtype, rows)
@@ -226,16 +222,8 @@ def _attend(
     wanted = [name for name in ("q", "k", "v", "sink") if name in inputs]
     leaves = {name: inputs[name].to(dtype).detach().requires_grad_() for name in wanted}
     sink = leaves.get("sink")
-    rules = Rules(
-        causal=workload.causal,
-        window_size=workload.window,
-        softmax_scale=workload.softmax_scale,
-        softcap=workload.softcap,
-        alibi_slopes=inputs.get("slopes"),
-        sink=sink,
-        dropout_p=workload.dropout_p,
-        seed=dropout_seed(seed) if workload.dropout_p else 0,
-    )
+    drawn = dropout_seed(seed) if workload.dropout_p else 0
+    rules = Rules(**workload.options, alibi_slopes=inputs.get("slopes"), sink=sink, seed=drawn)
     cu_seqlens = workload.cu_seqlens, workload.cu_seqlens_k or workload.cu_seqlens
     out, lse = oracle(leaves["q"], leaves["k"], leaves["v"], rules, *cu_seqlens)
     outputs, grads = [out], [_only(inputs["dout"].to(dtype), rows, -3)]

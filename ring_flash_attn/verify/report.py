@@ -10,11 +10,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..bench.cells import make_table
 from ..bench.functions import function_names
 from ..bench.machine import (
     command,
@@ -58,6 +58,7 @@ _COLUMNS = ("tensor", "rank", "max", "mean", "rmse", "relative", "accepted", "")
 _HALF = ("bfloat16", "float16")
 _NUMBERS = ("max", "mean", "rmse", "relative")
 _ROW = ("batch", "seqlen", "nheads", "nheads_k", "headdim", "causal", "window", "dtype", "lengths")
+_PLACEMENT = ("world_size", "function", "layout", "route")
 
 
 def exit_code(results: Sequence[Result]) -> int:
@@ -71,19 +72,20 @@ def exit_code(results: Sequence[Result]) -> int:
 
 def _groups(results: Iterable[Result]) -> list[list[Result]]:
     """Results of one function, point and dtype."""
-    groups: dict[tuple[int, int, int, str, int], list[Result]] = {}
-    functions, layouts, routes = function_names(prefixes=True), layout_names(), route_names()
-    for result in results:
-        placement = result.call.placement
-        key = (
-            functions.index(result.call.function),
-            layouts.index(placement.layout) if placement.layout else -1,
-            routes.index(placement.route) if placement.route else -1,
+    functions, dtypes = function_names(prefixes=True), list(SHORT_DTYPES)
+    layouts, routes = ("", *layout_names()), ("", *route_names())
+
+    def order(result: Result) -> tuple[int, int, int, str, int]:
+        call = result.call
+        return (
+            functions.index(call.function.name),
+            layouts.index(call.placement.layout),
+            routes.index(call.placement.route),
             _kernel(result),
-            list(SHORT_DTYPES).index(result.call.workload.dtype),
+            dtypes.index(call.workload.dtype),
         )
-        groups.setdefault(key, []).append(result)
-    return [groups[key] for key in sorted(groups)]
+
+    return [list(group) for _, group in groupby(sorted(results, key=order), key=order)]
 
 
 def _kernel(result: Result) -> str:
@@ -95,7 +97,7 @@ def _heads(result: Result) -> tuple[str, str, str]:
     placement = result.call.placement
     parts = (placement.layout, placement.route, _kernel(result))
     point = " × ".join(part for part in parts if part)
-    return result.call.function, point, SHORT_DTYPES[result.call.workload.dtype]
+    return result.call.function.name, point, SHORT_DTYPES[result.call.workload.dtype]
 
 
 def _what(result: Result) -> str:
@@ -103,8 +105,7 @@ def _what(result: Result) -> str:
 
 
 def _name(result: Result) -> str:
-    function, point, dtype = _heads(result)
-    return f"{function} ({point}), {dtype}, {_what(result)}"
+    return "{} ({}), {}, ".format(*_heads(result)) + _what(result)
 
 
 def _counts(results: Iterable[Result], order: Iterable[Status] = _STYLES) -> dict[Status, int]:
@@ -138,22 +139,11 @@ def print_report(console: Console, results: Sequence[Result], verbose: int, seco
         console.print(line)
 
 
-def _table(left: Iterable[str], right: Iterable[str], title: str | None = None) -> Table:
-    """Columns of names, which may be folded, then of numbers, which may not."""
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left"
-    )
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _overview(results: Iterable[Result], each: bool) -> Table:
     """A row for each function, point and dtype with its worst errors; or for each single case."""
     names, numbers = ("function", _POINT, "dtype"), (*TENSORS, "worst\nrank")
-    table = _table((*names, "case"), numbers) if each else _table(names, ("cases", *numbers))
+    texts, right = ((*names, "case"), numbers) if each else (names, ("cases", *numbers))
+    table = make_table(texts, right)
     table.add_column("")
     for group in _groups(results):
         for rows in [[result] for result in group] if each else [group]:
@@ -184,7 +174,7 @@ def _use(error: Error) -> float:
 
 def _details(results: Iterable[Result]) -> Table:
     """A row for each case, tensor and rank."""
-    table = _table(("case",), ("tensor", "rank", *_NUMBERS, "plain torch", "limit", ""))
+    table = make_table(("case",), ("tensor", "rank", *_NUMBERS, "plain torch", "limit", ""))
     for group in _groups(results):
         for result in group:
             for i, error in enumerate(result.errors):
@@ -215,16 +205,11 @@ def _complaint(result: Result) -> Iterator[str]:
 def accepted_in_words(results: Iterable[Result]) -> Iterator[str]:
     """The largest relative errors in half precision, beside what is accepted; nothing without."""
     errors = [e for r in results for e in r.errors if r.call.workload.dtype in _HALF]
-    outputs = [error.relative for error in errors if error.tensor in OUTPUTS]
-    gradients = [error.relative for error in errors if error.tensor not in OUTPUTS]
-    parts = [
-        f"{what} {max(own):.1e} (accepted: < {accepted:.0e})"
-        for what, accepted, own in (
-            ("outputs", ACCEPTED_OUTPUT, outputs),
-            ("gradients", ACCEPTED_GRADIENT, gradients),
-        )
-        if own
-    ]
+    parts = []
+    for what, accepted in (("outputs", ACCEPTED_OUTPUT), ("gradients", ACCEPTED_GRADIENT)):
+        own = [e.relative for e in errors if (e.tensor in OUTPUTS) == (what == "outputs")]
+        if own:
+            parts.append(f"{what} {max(own):.1e} (accepted: < {accepted:.0e})")
     if parts:
         yield f"largest relative errors in bf16 and fp16: {', '.join(parts)}"
 
@@ -272,41 +257,38 @@ class Line:
         return [self.tensor, self.rank, *numbers, accepted, self.verdict]
 
 
-def precision_lines(results: Iterable[Result], world_size: int, by_rank: bool) -> list[Line]:
-    """Lines of all functions, those on one device first.
+Section = tuple[str, list[Line]]  # with a title
 
-    Args:
-        results: what was found.
-        world_size: number of ranks.
-        by_rank: lines of each rank as well; a function on one device has none.
-    """
+
+def precision_lines(results: Iterable[Result], by_rank: bool) -> list[Line]:
+    """Lines of all functions, those on one device first; `by_rank`: also of each rank."""
     found = []
     for group in _groups(results):
         single = not group[0].call.placement.layout
         for tensor in TENSORS:
             own = [e for result in group for e in result.errors if e.tensor == tensor]
             if own:
-                found.append(_line(group, own, NONE if single else ALL, world_size))
+                found.append(_line(group, own, NONE if single else ALL))
             for rank in sorted({e.rank for e in own}) if by_rank and not single else ():
                 of_rank = [error for error in own if error.rank == rank]
-                found.append(_line(group, of_rank, str(rank), world_size))
+                found.append(_line(group, of_rank, str(rank)))
     return sorted(found, key=lambda line: line.rank != NONE)
 
 
-def _line(group: Sequence[Result], errors: Sequence[Error], rank: str, world_size: int) -> Line:
-    tensor = errors[0].tensor
+def _line(group: Sequence[Result], errors: Sequence[Error], rank: str) -> Line:
+    call, tensor = group[0].call, errors[0].tensor
     return Line(
         *_heads(group[0]),
-        1 if rank == NONE else world_size,
+        1 if rank == NONE else call.placement.world_size,
         len(group),
         tensor,
         rank,
         **{name: max(getattr(error, name) for error in errors) for name in _NUMBERS},
-        accepted=accepted_error(tensor, group[0].call.workload.torch_dtype),
+        accepted=accepted_error(tensor, call.workload.torch_dtype),
     )
 
 
-def by_place(lines: Sequence[Line], what: str = "Precision") -> Iterator[tuple[str, list[Line]]]:
+def by_place(lines: Sequence[Line], what: str = "Precision") -> Iterator[Section]:
     """Lines on one device, and lines on ranks, each with a title."""
     for single, own in groupby(lines, key=lambda line: line.rank == NONE):
         found = list(own)
@@ -315,42 +297,39 @@ def by_place(lines: Sequence[Line], what: str = "Precision") -> Iterator[tuple[s
         yield f"{what} on {ranks}", found
 
 
-def _difference_lines(
-    results: Sequence[Result], world_size: int, by_rank: bool
-) -> Iterator[tuple[str, list[Line]]]:
-    """Titles and lines: differences from one device, and from the kernel of --versus."""
-    for versus in dict.fromkeys(name for result in results for name in result.differences):
+def _precision(
+    results: Sequence[Result], versus: str | None, by_rank: bool
+) -> Iterator[Section | str]:
+    """Errors; differences from one device and from the kernel `versus`; how to read them."""
+    yield from by_place(precision_lines(results, by_rank))
+    yield READING
+    compared = dict.fromkeys(name for result in results for name in result.differences)
+    if versus and versus not in compared:
+        yield f"--versus {versus}: no other kernel was used"
+    for other in compared:
         own = [
-            replace(result, errors=result.differences[versus])
+            replace(result, errors=result.differences[other])
             for result in results
-            if versus in result.differences
+            if other in result.differences
         ]
-        lines = precision_lines(own, world_size, by_rank)
-        yield from by_place(lines, f"Difference from {versus}")
+        yield from by_place(precision_lines(own, by_rank), f"Difference from {other}")
+    if compared:
+        yield READING_DIFFERENCES
 
 
 def print_precision(
-    console: Console,
-    results: Sequence[Result],
-    options: VerifyOptions,
-    versus: str | None,
-    by_rank: bool,
+    console: Console, results: Sequence[Result], versus: str | None, by_rank: bool
 ) -> None:
     """The precision report; `versus` is the kernel that the user named."""
-    for title, lines in by_place(precision_lines(results, options.world_size, by_rank)):
-        console.print(_precision_table(title, lines))
-    console.print(READING, markup=False)
-    if versus and not any(versus in result.differences for result in results):
-        console.print(f"--versus {versus}: no other kernel was used", markup=False)
-    differences = list(_difference_lines(results, options.world_size, by_rank))
-    for title, lines in differences:
-        console.print(_precision_table(title, lines))
-    if differences:
-        console.print(READING_DIFFERENCES, markup=False)
+    for part in _precision(results, versus, by_rank):
+        if isinstance(part, str):
+            console.print(part, markup=False)
+        else:
+            console.print(_precision_table(*part))
 
 
 def _precision_table(title: str, lines: Iterable[Line]) -> Table:
-    table = _table(("function", _POINT, "dtype"), _COLUMNS, title)
+    table = make_table(("function", _POINT, "dtype"), _COLUMNS, title)
     for heads, own in groupby(lines, key=lambda line: (line.function, line.point, line.dtype)):
         for number, line in enumerate(own):
             style = "bold red" if line.verdict == "above" else None
@@ -371,19 +350,15 @@ def write_markdown(
     text.append(f"- {len(results)} cases: {counts} ({seconds:.1f} s)")
     text.append(f"- device: {device}; " + ", ".join(f"{a} {b}" for a, b in versions().items()))
     text += [f"- {line}" for line in accepted_in_words(results)]
-    text += ["", READING]
-    for title, lines in by_place(precision_lines(results, options.world_size, by_rank)):
-        text += _markdown_table(title, lines)
-    differences = list(_difference_lines(results, options.world_size, by_rank))
-    if differences:
-        text += ["", READING_DIFFERENCES]
-    for title, lines in differences:
-        text += _markdown_table(title, lines)
-    unmeasured = [result for result in results if result.reason]
+    for part in _precision(results, None, by_rank):
+        text += ["", part] if isinstance(part, str) else _markdown_table(*part)
+    unmeasured = [
+        f"- {_name(result)}: {result.status.value}: {result.reason.splitlines()[-1]}"
+        for result in results
+        if result.reason
+    ]
     if unmeasured:
-        text += ["", "## Not measured", ""]
-    for result in unmeasured:
-        text.append(f"- {_name(result)}: {result.status.value}: {result.reason.splitlines()[-1]}")
+        text += ["", "## Not measured", "", *unmeasured]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(text) + "\n", encoding="utf-8")
 
@@ -417,9 +392,9 @@ def verify_results(results: Sequence[Result], options: VerifyOptions, seconds: f
 def _case(result: Result) -> dict[str, Any]:
     call = result.call
     return {
-        "function": call.function,
-        "form": call.form,
-        "signature": call.signature,
+        "function": call.function.name,
+        "form": call.function.form,
+        "signature": call.function.signature,
         "feature": call.feature,
         "seed": call.seed,
         "workload": call.workload.to_dict(),
@@ -444,13 +419,8 @@ def _rows(result: Result) -> Iterator[Row]:
     call, kernel = result.call, _kernel(result)
     shape = call.workload.to_dict()
     workload = {name: shape[name] for name in _ROW if name in shape} | {"feature": call.feature}
-    placement = {
-        "world_size": call.placement.world_size,
-        "function": call.function,
-        "layout": call.placement.layout,
-        "route": call.placement.route,
-    }
-    placement = {name: value for name, value in placement.items() if value}
+    spread = call.placement.to_dict() | {"function": call.function.name}
+    placement = {name: spread[name] for name in _PLACEMENT if spread[name]}
     if result.reason:
         yield Row(VERIFY, kernel, BOTH, workload, placement, failed=result.reason)
         return

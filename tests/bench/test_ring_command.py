@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import sys
 import time
@@ -16,20 +15,13 @@ from typing import Any
 import pytest
 import torch
 import typer
-from ranks import Ranks
+from ranks import Ranks, one_rank
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FAMILIES
 from ring_flash_attn.bench import machine
 from ring_flash_attn.bench.inputs import problem_of
-from ring_flash_attn.bench.ranks import (
-    Selection,
-    Settings,
-    Target,
-    choose_targets,
-    measure,
-    on_rank,
-)
+from ring_flash_attn.bench.ranks import Settings, Target, choose_targets, measure, on_rank
 from ring_flash_attn.bench.replays import emulated
 from ring_flash_attn.bench.replays.results import Replay
 from ring_flash_attn.bench.results import BOTH, FORWARD, Row, load
@@ -59,16 +51,12 @@ def target(name: str, workload: Workload = BATCH) -> Target:
     documents = workload.cu_seqlens
     (found,) = choose_targets(
         (name,), replace(workload, cu_seqlens=None), Placement(2), CPU, cu_seqlens=documents
-    ).targets
+    )
     return found
 
 
-def select(*names: str, **options: Any) -> Selection:
-    return choose_targets(names, Workload(1, 512, 4, 2, 32, True), Placement(2), CPU, **options)
-
-
 def chosen(*names: str, **options: Any) -> list[Target]:
-    return list(select(*names, **options).targets)
+    return choose_targets(names, Workload(1, 512, 4, 2, 32, True), Placement(2), CPU, **options)
 
 
 # What is timed.
@@ -150,15 +138,15 @@ def test_calls_compute_attention_of_the_shards(ranks: Callable[[int], Ranks]) ->
 def test_theoretic_is_one_device_times_ranks_and_the_slowest_rank_counts() -> None:
     made = target("ring_flash_attn_func")
     settings = Settings(2, CPU, "gloo", repeats=2, grad=False)
-    trials = [on_rank.FirstRuns({FORWARD: size}) for size in (5, 7)]
+    trials: list[on_rank.Trial] = [{FORWARD: size} for size in (5, 7)]
     own, base = (made.name, FORWARD), (made.base, FORWARD)
     rounds = [
         [{own: 10.0, base: 1.0}, {own: 12.0, base: 2.0}],
         [{own: 15.0, base: 3.0}, {own: 11.0, base: 9.0}],
     ]
-    timed = measure.slowest_rank(made, settings, trials, rounds)[FORWARD]
+    timed = measure.slowest_rank(made, settings, FORWARD, trials, rounds)
     assert timed.samples_ms == (12.0, 15.0)
-    assert timed.theoretic_ms == 2 * statistics.median((1.0, 2.0, 3.0, 9.0))
+    assert timed.values["theoretic_ms"] == 2 * statistics.median((1.0, 2.0, 3.0, 9.0))
     assert timed.peak_bytes == 7
 
 
@@ -235,8 +223,8 @@ def test_a_replay_is_of_the_ranks_that_matter(tmp_path: Path) -> None:
 
 def test_documents_that_a_function_cannot_take() -> None:
     """Those of 10 and 15 tokens on 2 ranks: some functions need even ones, or an even stream."""
-    found = select(cu_seqlens=(0, 10, 25))
-    reasons = {each.function.name: why for each, why in found.impossible.items()}
+    found = chosen(cu_seqlens=(0, 10, 25))
+    reasons = {each.function.name: each.refused for each in found if each.refused}
     uneven = "every document of cu_seqlens must divide by 2 ranks; 1 of 2 do not: 15 tokens"
     assert reasons == {
         "ring_flash_attn_varlen_func": uneven,
@@ -244,9 +232,13 @@ def test_documents_that_a_function_cannot_take() -> None:
         "llama3_flash_attn_varlen_func": "cu_seqlens ends at 25, which must be a positive multiple "
         "of 2 ranks",
     }
-    assert {each.workload.lengths for each in found.targets} == {(512,), (10, 15)}
+    able = found[: -len(reasons)]
+    assert {(each.workload.lengths, each.refused) for each in able} == {
+        ((512,), ""),
+        ((10, 15), ""),
+    }
     with pytest.raises(ValueError, match=r"zigzag_ring_flash_attn_varlen_func .*: every document"):
-        select("zigzag_ring_flash_attn_varlen_func", cu_seqlens=(0, 10, 25))
+        chosen("zigzag_ring_flash_attn_varlen_func", cu_seqlens=(0, 10, 25))
 
 
 def test_documents_of_any_length_are_timed(tmp_path: Path) -> None:
@@ -289,11 +281,8 @@ def test_the_backend_that_is_used() -> None:
 
 def start_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is its only rank."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
+    for name, value in one_rank().items():
+        monkeypatch.setenv(name, value)
 
 
 def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,11 +462,11 @@ def test_a_function_that_fixes_its_kernel_is_compared_with_its_twin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(base, "why_not", lambda name, call: [])
-    found = select("triton_ring_flash_attn_func", versus="reference")
-    twin, own = (each.name for each in found.targets)
+    found = chosen("triton_ring_flash_attn_func", versus="reference")
+    twin, own = (each.name for each in found)
     assert twin == "ring_flash_attn_func (reference)"
     assert own == "triton_ring_flash_attn_func (triton)"
-    assert found.baselines == {twin: twin, own: twin}
+    assert [each.baseline for each in found] == [twin, twin]
 
 
 def test_the_same_kernel_by_two_names_is_timed_once() -> None:

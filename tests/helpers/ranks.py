@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import traceback
@@ -18,6 +19,13 @@ from typing import Any
 from torch.distributed import TCPStore, init_process_group
 
 _context = multiprocessing.get_context("forkserver")
+
+
+def one_rank() -> dict[str, str]:
+    """What torchrun tells the only rank that it starts."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 class Ranks:

@@ -28,7 +28,7 @@ BETWEEN_FAULTS = 60.0  # seconds
 # Kinds of packs: how many of all, and how much of the time at most.
 PACKS = {"one device": (1.0, 0.25), "virtual ranks": (0.1, 0.05)}
 PACKS |= {"a group of 2": (0.05, 0.05), "8 threads": (0.1, 0.05)}
-# Cases of each function in a round; the interpreter is slow, and a refusal is soon told.
+# Cases of each function in a round; the interpreter is slow, and refusals are quick.
 CASES = {"reference": 10, "auto": 10, "triton": 1, "native": 1}
 VIRTUAL_BATCHES = 12
 
@@ -75,15 +75,15 @@ class Soak:
 
     def _take_packs(self, kind: str, count: int, seconds: float) -> None:
         processes = min(2, os.cpu_count() or 1)
-        function, given = {
+        function, kwargs = {
             "one device": (packs.apart, {"door": "single", "processes": processes}),
             "virtual ranks": (packs.apart, {"door": "virtual", "processes": processes}),
             "a group of 2": (packs.together, {}),
             "8 threads": (packs.in_threads, {}),
         }[kind]
         least = 4 * packs.WARM_UP if self.packs else 0  # too few tell nothing of memory
-        given |= {"count": max(count, least), "seconds": round(seconds, 1)}
-        self._try(f"packs on {kind}", "packs", function, given)
+        kwargs |= {"count": max(count, least), "seconds": round(seconds, 1)}
+        self._try(f"packs on {kind}", "packs", function, kwargs)
 
     def _take_cases(self) -> None:
         random = Random(f"{self.seed} faults")
@@ -130,15 +130,15 @@ class Soak:
         self._speak()
 
     def _try(
-        self, what: str, module: str, function: Callable[..., Any], given: dict[str, Any]
+        self, what: str, module: str, function: Callable[..., Any], kwargs: dict[str, Any]
     ) -> None:
         """Something that is not a case: it returns how many, or raises."""
-        if not self._more() or given.get("count") == 0:
+        if not self._more() or kwargs.get("count") == 0:
             return
         try:
-            count = function(**given)
+            count = function(**kwargs)
         except Exception as error:
-            arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            arguments = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
             snippet = f"{module}.{function.__name__}({arguments})"
             self._fail(what, snippet, f"{type(error).__name__}: {error}")
         else:
@@ -193,9 +193,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--packs", type=int, default=100_000, help="on one device")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    soak = Soak(given.seed, given.minutes, given.packs, given.device)
+    soak = Soak(args.seed, args.minutes, args.packs, args.device)
     sys.exit(0 if soak.run() else 1)
 
 

@@ -71,9 +71,9 @@ class Case:
 
     def __repr__(self) -> str:
         """Only what differs from the simplest call."""
-        given = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         shown = [
-            f"{name}={value!r}" for name, (value, default) in given.items() if value != default
+            f"{name}={value!r}" for name, (value, default) in values.items() if value != default
         ]
         return f"Case({', '.join(shown)})"
 
@@ -98,6 +98,13 @@ class Case:
     def form(self) -> str:
         """How q, k and v come."""
         return "" if self.function == VIRTUAL else FUNCTIONS[self.plain_name][1]
+
+    @property
+    def leaves(self) -> list[tuple[str, ...]]:
+        """Which of q, k and v each tensor argument holds."""
+        if self.form.startswith("qkvpacked"):
+            return [("q", "k", "v")]
+        return [("q",), ("k", "v")] if self.form.startswith("kv") else [("q",), ("k",), ("v",)]
 
     @property
     def point(self) -> tuple[str, str]:
@@ -227,13 +234,7 @@ def _with_options(draw: st.DrawFn, case: Case) -> Case:
 
 def _wanted(draw: st.DrawFn, case: Case, sink: bool) -> tuple[str, ...]:
     """All gradients as a rule; tensors that are packed together want one together."""
-    parts: list[tuple[str, ...]] = [("q",), ("k",), ("v",)]
-    if case.form.startswith("kvpacked"):
-        parts = [("q",), ("k", "v")]
-    if case.form.startswith("qkvpacked"):
-        parts = [("q", "k", "v")]
-    if sink:
-        parts.append(("sink",))
+    parts = case.leaves + [("sink",)] * sink
     if draw(st.integers(0, 2)) == 2:
         parts = [part for part in parts if draw(st.booleans())]
     return tuple(name for part in parts for name in part)
@@ -242,14 +243,8 @@ def _wanted(draw: st.DrawFn, case: Case, sink: bool) -> tuple[str, ...]:
 def sample_of(case: Case) -> Sample:
     """Make the inputs over all ranks, on the CPU."""
     generator = torch.Generator().manual_seed(case.seed + 1)
-    options: dict[str, Any] = {
-        "causal": case.causal,
-        "window_size": case.window_size,
-        "softmax_scale": case.softmax_scale,
-        "softcap": case.softcap,
-        "dropout_p": case.dropout_p,
-        "deterministic": case.deterministic,
-    }
+    names = ("causal", "window_size", "softmax_scale", "softcap", "dropout_p", "deterministic")
+    options: dict[str, Any] = {name: getattr(case, name) for name in names}
     if case.alibi:
         shape = (case.batch, case.nheads) if case.alibi == "batch" else (case.nheads,)
         options["alibi_slopes"] = torch.rand(shape, generator=generator)

@@ -143,7 +143,7 @@ def call(case: Case, rank: int = 0, group: ProcessGroup | None = None, **changes
         sample = _shard(sample, *_tokens(case, sample, rank))
     sample = _on(sample, case.device)
     leaves = []
-    for names, x in zip(_leaves(case), packed_inputs(case.form, sample), strict=True):
+    for names, x in zip(case.leaves, packed_inputs(case.form, sample), strict=True):
         leaf = strided(x, case.strides).detach()
         leaves.append(leaf.requires_grad_(any(name in case.wanted for name in names)))
     options = {**sample.options, **arguments, **changes}
@@ -163,7 +163,7 @@ def _differentiated(
     outputs, flowing = [out], [strided(sample.dout, case.strides)]
     if case.returns == "lse with gradient":
         outputs, flowing = [out, lse], [*flowing, sample.dlse]
-    named = {**dict(zip(_leaves(case), leaves)), **({} if sink is None else {("sink",): sink})}
+    named = {**dict(zip(case.leaves, leaves)), **({} if sink is None else {("sink",): sink})}
     named = {names: x for names, x in named.items() if x.requires_grad}
     assert out.requires_grad == bool(named)
     results = {"out": out.detach()} if lse is None else {"out": out.detach(), "lse": lse.detach()}
@@ -172,13 +172,6 @@ def _differentiated(
         parts = grad.unbind(-3) if len(names) > 1 else (grad,)
         results |= {f"d{name}": part for name, part in zip(names, parts, strict=True)}
     return {name: x.cpu() for name, x in results.items()}
-
-
-def _leaves(case: Case) -> list[tuple[str, ...]]:
-    """Which of q, k and v each tensor argument holds."""
-    if case.form.startswith("qkvpacked"):
-        return [("q", "k", "v")]
-    return [("q",), ("k", "v")] if case.form.startswith("kvpacked") else [("q",), ("k",), ("v",)]
 
 
 def _tokens(case: Case, sample: Sample, rank: int) -> tuple[Tensor, Tensor]:
@@ -203,22 +196,22 @@ def _on(sample: Sample, device: str) -> Sample:
 
 def _arguments(case: Case, sample: Sample, rank: int, group: ProcessGroup | None) -> dict[str, Any]:
     """Everything but tensors and the options of the sample."""
-    given: dict[str, Any] = {"return_attn_probs": case.returns != "out"}
+    arguments: dict[str, Any] = {"return_attn_probs": case.returns != "out"}
     if not case.function.startswith(tuple(f"{prefix}_" for prefix in PREFIXES)):
-        given["kernel"] = case.kernel
+        arguments["kernel"] = case.kernel
     if case.door == "processes":
-        given["group"] = group
+        arguments["group"] = group
     if case.kind in ("virtual", "anything"):
         names = ("layout", "route", "heads_k_stride", "sources_per_launch")
-        given |= {name: getattr(case, name) for name in names}
+        arguments |= {name: getattr(case, name) for name in names}
         if case.kind == "virtual":
-            given["world_size"] = case.world_size
+            arguments["world_size"] = case.world_size
         elif case.batch is not None:
-            given |= {"seqlen": case.lengths_q[0], "seqlen_k": case.lengths_k[0]}
+            arguments |= {"seqlen": case.lengths_q[0], "seqlen_k": case.lengths_k[0]}
         if case.batch is None:
             cu_q, cu_k = (torch.tensor(x) for x in (sample.cu_seqlens_q, sample.cu_seqlens_k))
-            given |= {"cu_seqlens": cu_q.to(case.device), "cu_seqlens_k": cu_k.to(case.device)}
-        return given
+            arguments |= {"cu_seqlens": cu_q.to(case.device), "cu_seqlens_k": cu_k.to(case.device)}
+        return arguments
     extra = extra_arguments(case.plain_name, sample, rank, case.world_size)
     if case.heads_k_stride is not None:
         extra["heads_k_stride"] = case.heads_k_stride
@@ -226,7 +219,7 @@ def _arguments(case: Case, sample: Sample, rank: int, group: ProcessGroup | None
         cu_k = torch.tensor(sample.cu_seqlens_k, dtype=torch.int32)
         extra |= {"cu_seqlens_k": cu_k, "max_seqlen_k": max(case.lengths_k)}
     moved = {n: x.to(case.device) if isinstance(x, Tensor) else x for n, x in extra.items()}
-    return {**given, **moved}
+    return {**arguments, **moved}
 
 
 def strided(x: Tensor, how: str) -> Tensor:

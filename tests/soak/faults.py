@@ -1,4 +1,4 @@
-"""Ranks that die, come late or disagree: nobody hangs, all are told, and the next call works."""
+"""Ranks that die, come late or disagree: nobody hangs, all ranks raise, the next call works."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ OTHER = {
 
 def _case(world_size: int, seed: int, **changes: Any) -> Case:
     """Packed documents in a ring of neighbours: on every rank as many launches as ranks."""
-    given = {"kernel": "reference", "lengths_q": (9, 4 * world_size), "seed": seed, **changes}
+    arguments = {"kernel": "reference", "lengths_q": (9, 4 * world_size), "seed": seed, **changes}
     return Case(
         function="ring_attention",
         world_size=world_size,
         layout="zigzag",
         batch=None,
-        lengths_k=given["lengths_q"],
+        lengths_k=arguments["lengths_q"],
         nheads=4,
         nheads_k=2,
         headdim=8,
         headdim_v=8,
         sources_per_launch=1,
-        **given,
+        **arguments,
     )
 
 
@@ -167,12 +167,12 @@ KINDS = (*(f"lost {when} a call" for when in WHEN), "late", "with other argument
 def draw(kind: str, random: Random) -> Fault:
     """A fault of one of KINDS, and its arguments."""
     world_size = random.randint(2, 5)
-    given: dict[str, Any] = {"world_size": world_size, "seed": random.randrange(100)}
+    arguments: dict[str, Any] = {"world_size": world_size, "seed": random.randrange(100)}
     who = random.randrange(world_size)
     if kind == "late":
-        return late, {**given, "who": who, "seconds": round(random.uniform(0.5, 4), 1)}
+        return late, {**arguments, "who": who, "seconds": round(random.uniform(0.5, 4), 1)}
     if kind == "with other arguments":
-        return disagree, {**given, "who": who}
+        return disagree, {**arguments, "who": who}
     when = kind.removeprefix("lost ").removesuffix(" a call")
     launch = random.randrange(world_size)
-    return lost, {**given, "victim": who, "when": when, "launch": launch}
+    return lost, {**arguments, "victim": who, "when": when, "launch": launch}

@@ -25,7 +25,7 @@ from ring_flash_attn.verify.report import (
 
 def call(function: str, feature: str = "causal", dtype: str = "bfloat16") -> VerifyCall:
     options = VerifyOptions(names=(function,), features=(feature,), dtypes=(dtype,), world_size=2)
-    return next(each for each in make_calls(options) if each.function == function)
+    return next(each for each in make_calls(options) if each.function.name == function)
 
 
 def error(tensor: str, rank: int, size: float, relative: float) -> Error:
@@ -46,7 +46,7 @@ RESULTS = [
 
 
 def test_lines_have_the_worst_of_cases_and_ranks() -> None:
-    alone, exact, out, dq = precision_lines(RESULTS, 2, by_rank=False)
+    alone, exact, out, dq = precision_lines(RESULTS, by_rank=False)
     assert (alone.function, alone.rank, alone.world_size) == (ALONE, "", 1)
     assert (out.tensor, out.rank, out.cases, out.dtype) == ("out", "all", 2, "bf16")
     assert (out.max, out.mean, out.rmse, out.relative) == (4.0, 1.0, 2.0, 0.003)
@@ -55,13 +55,13 @@ def test_lines_have_the_worst_of_cases_and_ranks() -> None:
 
 
 def test_what_is_accepted_is_a_matter_of_the_tensor_and_the_dtype() -> None:
-    lines = precision_lines(RESULTS, 2, by_rank=False)
+    lines = precision_lines(RESULTS, by_rank=False)
     assert [line.accepted for line in lines] == [1e-2, None, 1e-2, 5e-2]
     assert [line.verdict for line in lines] == ["above", "", "within", "within"]  # 0.01 is not less
 
 
 def test_each_rank_has_lines_of_its_own() -> None:
-    lines = precision_lines(RESULTS[:1] + RESULTS[3:], 2, by_rank=True)
+    lines = precision_lines(RESULTS[:1] + RESULTS[3:], by_rank=True)
     assert [(line.function, line.rank, line.max) for line in lines] == [
         (ALONE, "", 7.0),  # the same on every rank
         (RING, "all", 2.0),

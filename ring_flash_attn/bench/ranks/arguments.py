@@ -1,4 +1,4 @@
-"""The arguments that belong to one signature: lengths, cu_seqlens and what follows from them."""
+"""The arguments of one public function: its tensors, cu_seqlens and what follows from them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...api.llama3 import llama3_flash_attn_prepare_cu_seqlens
 from ..workload import Placement, Workload
@@ -14,24 +15,29 @@ from ..workload import Placement, Workload
 _SHOWN = 5  # documents in a message
 
 
+def packed_leaves(form: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """The tensors that a function of this form takes, each a leaf that wants a gradient."""
+    leaves = {"q": q, "k": k, "v": v}
+    if form.startswith("kv"):
+        leaves = {"q": q, "kv": torch.stack([k, v], -3)}
+    elif form.startswith("qkv"):
+        leaves = {"qkv": torch.stack([q, k, v], -3)}
+    return {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+
+
 def own_arguments(
     signature: str, workload: Workload, placement: Placement, rank: int, device: torch.device
 ) -> dict[str, Any]:
-    """What a function takes besides q, k, v and the options that all share.
+    """What functions with this one of `signatures.py` take besides q, k, v and common options.
 
-    Args:
-        signature: name of the function's list of arguments in `signatures.py`.
-        workload: what is computed, over all ranks.
-        placement: how it is spread; only `ring_attention` takes its layout and route.
-        rank: whose arguments.
-        device: of cu_seqlens.
+    Only `ring_attention` takes the layout and route of the placement.
 
     Raises:
         ValueError: the function needs documents, or all tokens, that divide by the ranks.
     """
     lengths, lengths_k = workload.lengths, workload.lengths_k
 
-    def cu(of: Sequence[int]) -> torch.Tensor:
+    def cu(of: Sequence[int]) -> Tensor:
         return torch.tensor([0, *accumulate(of)], dtype=torch.int32, device=device)
 
     if signature in ("batch", "single"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +18,8 @@ from ..replays.run import replay_ranks
 from ..results import RING, Row
 from ..versus import beside
 from ..workload import BOTH, FORWARD, Placement, Workload
-from .on_rank import FirstRuns, Round, measure_on_rank, reason_of
-from .target import Selection, Target
+from .on_rank import Round, Trial, measure_on_rank, reason_of
+from .target import Target
 
 if TYPE_CHECKING:
     from .. import Replay
@@ -67,59 +67,42 @@ class Settings:
         return parts.get(self.device.type, self.backend)
 
 
-class Timed(NamedTuple):
-    """Times of one target and one of PASSES.
-
-    Attributes:
-        samples_ms: of each run the slowest rank's; for a replay the runs of the slowest rank.
-        theoretic_ms: world size times what one device takes for a rank's own tokens.
-        peak_bytes: above inputs, outputs and gradients, on the rank that holds most; None on CPUs.
-    """
-
-    samples_ms: tuple[float, ...]
-    theoretic_ms: float
-    peak_bytes: int | None
-
-
-Result = dict[str, Timed] | str  # by passes, or why the target could not be timed
-
-
 def time_targets(
-    selection: Selection, settings: Settings, report: Report
+    targets: Sequence[Target], settings: Settings, report: Report
 ) -> tuple[Rows, dict[str, Replay]]:
     """Rows of all targets, and replays by the name of the first target that they are for.
-
-    Args:
-        selection: what to time.
-        settings: how.
-        report: is called with what is being done.
 
     Raises:
         launch.RanksFailed: a new rank died in the middle of the rounds.
     """
+    able = [target for target in targets if not target.refused]
     replays: dict[str, Replay] = {}
     if settings.is_replay:
-        found, replays = _replay(selection.targets, settings, report)
+        found, failed = _replay(able, settings, report, replays)
     else:
-        found = _measure(selection.targets, settings, report)
-    rows = {
-        (target.name, passes): _row(target, settings, passes, result)
-        for target, result in (*found.items(), *selection.impossible.items())
-        for passes in settings.passes
-    }
-    for (name, passes), row in rows.items():
-        if name in selection.baselines:
-            rows[name, passes] = beside(row, rows[selection.baselines[name], passes])
+        found, failed = _measure(able, settings, report)
+    rows = {}
+    for target in targets:
+        reason = target.refused or failed.get(target.name)
+        for passes in settings.passes:
+            key = target.name, passes
+            rows[key] = found.get(key) or replace(_row(target, settings, passes), failed=reason)
+    for target in targets:
+        for passes in settings.passes if target.baseline else ():
+            base = rows[target.baseline, passes]
+            rows[target.name, passes] = beside(rows[target.name, passes], base)
     return rows, replays
 
 
-def _measure(targets: Sequence[Target], settings: Settings, report: Report) -> dict[Target, Result]:
-    """Time targets on the ranks that torchrun has started, or on new ones.
+def _measure(
+    targets: Sequence[Target], settings: Settings, report: Report
+) -> tuple[Rows, dict[str, str]]:
+    """Time targets on the ranks that torchrun has started, or on new ones; rows, or reasons.
 
     A target that raises on all ranks alike gets the reason. One that ends a rank does, too, if the
     ranks are new: the others go on with yet newer ones.
     """
-    left, failed, crashes = list(targets), dict[Target, str](), 0
+    left, failed, crashes = list(targets), dict[str, str](), 0
     items: list[list[Any]] = []  # of all ranks: a trial of each target, then the rounds
     while left:
         items = []
@@ -130,17 +113,20 @@ def _measure(targets: Sequence[Target], settings: Settings, report: Report) -> d
         except launch.RanksFailed as failure:
             if len(items) >= len(left):
                 raise launch.RanksFailed(f"while timing, {failure}") from None
-            failed |= {**_failures(left, items), left[len(items)]: str(failure)}
-        left = [each for each in left if each not in failed]
+            failed |= {**_failures(left, items), left[len(items)].name: str(failure)}
+        left = [each for each in left if each.name not in failed]
         crashes += 1
         if crashes == MOST_CRASHES:
-            failed |= dict.fromkeys(left, f"not run after {crashes} crashes")
+            failed |= {each.name: f"not run after {crashes} crashes" for each in left}
             break
     rounds = items[len(left) :]
-    return {
-        each: failed.get(each) or slowest_rank(each, settings, items[left.index(each)], rounds)
-        for each in targets
+    rows = {
+        (target.name, passes): slowest_rank(target, settings, passes, trials, rounds)
+        for target, trials in zip(left, items)
+        for passes in settings.passes
+        if target.name not in failed
     }
+    return rows, failed
 
 
 def _collect(
@@ -162,51 +148,56 @@ def _collect(
         pass
 
 
-def _failures(targets: Sequence[Target], items: Sequence[Sequence[FirstRuns]]) -> dict[Target, str]:
+def _failures(targets: Sequence[Target], items: Sequence[Sequence[Trial]]) -> dict[str, str]:
     """Why targets could not be timed, in the words of the first rank that failed."""
     return {
-        target: trial.failed
+        target.name: trial
         for target, trials in zip(targets, items)
         for trial in reversed(trials)
-        if trial.failed is not None
+        if isinstance(trial, str)
     }
 
 
 def slowest_rank(
     target: Target,
     settings: Settings,
-    trials: Sequence[FirstRuns],
+    passes: str,
+    trials: Sequence[Trial],
     rounds: Sequence[Sequence[Round]],
-) -> dict[str, Timed]:
-    """What the slowest rank of each round took, by passes."""
-    found = {}
-    for passes in settings.passes:
-        single = [ms[target.base, passes] for ranks in rounds for ms in ranks]
-        slowest = (max(ms[target.name, passes] for ms in ranks) for ranks in rounds)
-        peaks = [size for trial in trials if (size := trial.peaks[passes]) is not None]
-        theoretic = statistics.median(single) * settings.world_size
-        found[passes] = Timed(tuple(slowest), theoretic, max(peaks, default=None))
-    return found
+) -> Row:
+    """What the slowest rank of each round took, beside the median of one device."""
+    single = statistics.median(ms[target.base, passes] for ranks in rounds for ms in ranks)
+    slowest = tuple(max(ms[target.name, passes] for ms in ranks) for ranks in rounds)
+    sizes = [trial[passes] for trial in trials if not isinstance(trial, str)]
+    return _row(target, settings, passes, slowest, single * settings.world_size, sizes)
 
 
 def _replay(
-    targets: Sequence[Target], settings: Settings, report: Report
-) -> tuple[dict[Target, Result], dict[str, Replay]]:
+    targets: Sequence[Target], settings: Settings, report: Report, replays: dict[str, Replay]
+) -> tuple[Rows, dict[str, str]]:
     """Replay ranks of each target, one at a time; targets of one workload share a replay."""
-    known: dict[tuple[Workload, Placement], Result] = {}
-    replays: dict[str, Replay] = {}
+    known: dict[tuple[Workload, Placement], Replay | str] = {}
+    rows, failed = Rows(), dict[str, str]()
     for target in targets:
         key = (target.workload, target.placement)
-        if key in known:
+        if key not in known:
+            try:
+                known[key] = replays[target.name] = _replay_ranks(target, settings, report)
+            except Exception as error:  # of any library: the other functions go on
+                known[key] = reason_of(error)
+                if settings.device.type == "cuda":
+                    torch.cuda.empty_cache()
+        replay = known[key]
+        if isinstance(replay, str):
+            failed[target.name] = replay
             continue
-        try:
-            replay = replays[target.name] = _replay_ranks(target, settings, report)
-            known[key] = {passes: _slowest(replay, passes) for passes in settings.passes}
-        except Exception as error:  # of any library: the other functions go on
-            known[key] = reason_of(error)
-        if isinstance(known[key], str) and settings.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return {each: known[each.workload, each.placement] for each in targets}, replays
+        for passes in settings.passes:
+            ranks = [row for row in replay_rows(replay) if row.passes == passes]
+            slowest = next(row for row in ranks if row.values["slowest"])
+            samples, theoretic = slowest.samples_ms, slowest.values["theoretic_ms"]
+            sizes = [row.peak_bytes for row in ranks]
+            rows[target.name, passes] = _row(target, settings, passes, samples, theoretic, sizes)
+    return rows, failed
 
 
 def _replay_ranks(target: Target, settings: Settings, report: Report) -> Replay:
@@ -228,33 +219,31 @@ def _replay_ranks(target: Target, settings: Settings, report: Report) -> Replay:
     )
 
 
-def _slowest(replay: Replay, passes: str) -> Timed:
-    ranks = [row for row in replay_rows(replay) if row.passes == passes]
-    slowest = next(row for row in ranks if row.values["slowest"])
-    peaks = [row.peak_bytes for row in ranks if row.peak_bytes is not None]
-    theoretic = slowest.values["theoretic_ms"]
-    return Timed(slowest.samples_ms, theoretic, max(peaks, default=None))
-
-
-def _row(target: Target, settings: Settings, passes: str, result: Result) -> Row:
-    """For tables and files."""
+def _row(
+    target: Target,
+    settings: Settings,
+    passes: str,
+    samples: tuple[float, ...] = (),
+    theoretic: float = 0.0,
+    sizes: Sequence[int | None] = (),
+) -> Row:
+    """For tables and files; of samples the slowest rank's, of sizes those of all ranks."""
     workload = target.placement.describe(target.workload)
     spread = {**target.placement.to_dict(), "function": target.function.name}
     if settings.is_replay:
         spread["link"] = target.placement.link_name
     else:
         spread["backend"] = settings.used_backend
-    row = Row(RING, target.placement.kernel, passes, workload, spread)
-    if isinstance(result, str):
-        return replace(row, failed=result)
-    samples, theoretic, peak = result[passes]
-    ms = statistics.median(samples)
+    row = Row(RING, target.placement.kernel, passes, workload, spread, samples)
+    if row.ms is None:
+        return row
     values = {
         "theoretic_ms": theoretic,
-        "efficiency_percent": 100 * theoretic / ms,
-        "iterations_per_second": 1e3 / ms,
+        "efficiency_percent": 100 * theoretic / row.ms,
+        "iterations_per_second": 1e3 / row.ms,
     }
     if settings.is_replay:
         values["slowest"] = 1.0
-    tflops = target.flops(passes) / ms / 1e9
-    return replace(row, samples_ms=samples, tflops=tflops, peak_bytes=peak, values=values)
+    tflops = target.flops(passes) / row.ms / 1e9
+    peak = max((size for size in sizes if size is not None), default=None)
+    return replace(row, tflops=tflops, peak_bytes=peak, values=values)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,10 +12,11 @@ from torch import Tensor
 from ... import api
 from ...comm import agree, check_mode, gather_shards, launch, rank_and_size, resolve_group
 from ...plan.steps import Side
+from ..functions import PublicFunction, find_functions
 from ..inputs import problem_of
 from ..timing import WARM_UP, Stopwatch, Timing, Work, peak_bytes
 from ..workload import BOTH, FORWARD, Placement, Workload
-from .arguments import own_arguments
+from .arguments import own_arguments, packed_leaves
 from .target import Target
 
 # After these a rank can go on if all ranks had the same; anything else ends it.
@@ -25,49 +24,40 @@ EXPECTED = (torch.OutOfMemoryError, NotImplementedError, ValueError)
 DONE = "done"
 Key = tuple[str, str]  # name of a target or of its base, passes
 Round = dict[Key, float]  # ms
+Trial = dict[str, int | None] | str  # most memory by passes, or why it cannot be timed
 Calls = dict[str, Callable[[], Any]]  # by passes; they return the output, and the gradients of both
 
 
 def call_on_rank(target: Target, rank: int, device: torch.device) -> Calls:
     """The function itself, on this rank of the default group."""
-    function, workload, placement = target.function, target.workload, target.placement
-    arguments = own_arguments(function.signature, workload, placement, rank, device)
-    if not function.prefix:
-        arguments["kernel"] = placement.kernel
-    tokens = problem_of(workload, placement).size(Side.QUERY, rank)
-    return _calls(function.name, function.form, workload, tokens, device, arguments)
+    tokens = problem_of(target.workload, target.placement).size(Side.QUERY, rank)
+    return _calls(target.function, target.workload, target.placement, rank, tokens, device)
 
 
 def call_on_one_device(target: Target, device: torch.device) -> Calls:
     """The same kernel on a rank's own tokens."""
-    form, share, signature = target.function.form, target.share, "single"
-    if share.packed:
-        signature = "single_documents_qkv" if form.startswith("qkv") else "single_documents"
-    arguments = own_arguments(signature, share, Placement(1), 0, device)
-    arguments["kernel"] = target.placement.kernel
-    return _calls(target.single, form, share, share.seqlen, device, arguments)
+    (function,) = find_functions((target.single,))
+    placement = Placement(1, kernel=target.placement.kernel)
+    return _calls(function, target.share, placement, 0, target.share.seqlen, device)
 
 
 def _calls(
-    name: str,
-    form: str,
+    function: PublicFunction,
     workload: Workload,
+    placement: Placement,
+    rank: int,
     tokens: int,
     device: torch.device,
-    arguments: dict[str, Any],
 ) -> Calls:
     """Calls of a public function with random q, k and v, forward without saving for gradients."""
+    arguments = own_arguments(function.signature, workload, placement, rank, device)
+    if not function.prefix:
+        arguments["kernel"] = placement.kernel
     (q, k, v), dout = workload.tensors(device, tokens)
     if workload.packed:
         q, k, v, dout = (x.squeeze(0) for x in (q, k, v, dout))
-    leaves: dict[str, Tensor] = {"q": q, "k": k, "v": v}
-    if form.startswith("qkv"):
-        leaves = {"qkv": torch.stack([q, k, v], -3)}
-    elif form.startswith("kv"):
-        leaves = {"q": q, "kv": torch.stack([k, v], -3)}
-    for leaf in leaves.values():
-        leaf.requires_grad_()
-    run = partial(getattr(api, name), **leaves, **arguments, causal=workload.causal)
+    leaves = packed_leaves(function.form, q, k, v)
+    run = partial(getattr(api, function.name), **leaves, **arguments, causal=workload.causal)
 
     def both() -> tuple[Tensor, ...]:
         out = run()
@@ -79,8 +69,7 @@ def _calls(
 class Group:
     """The default group, in which ranks wait for each other and agree on what failed.
 
-    Args:
-        device: of this rank; with NCCL ranks wait on its current stream, not on the host.
+    With NCCL they wait on the current stream of their device, not on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,14 +101,6 @@ class Group:
             raise RuntimeError(f"{what}: {outcome}, and the ranks are out of step after it")
 
 
-@dataclass(frozen=True, slots=True)
-class FirstRuns:
-    """What came of a target's first runs: most memory by passes, or why it cannot be timed."""
-
-    peaks: dict[str, int | None] = field(default_factory=dict)
-    failed: str | None = None
-
-
 def measure_on_rank(
     rank: int,
     world_size: int,
@@ -127,7 +108,7 @@ def measure_on_rank(
     passes: tuple[str, ...],
     repeats: int,
     device: str,
-) -> Iterator[FirstRuns | Round]:
+) -> Iterator[Trial | Round]:
     """A trial for each target, then `repeats` rounds with all that can be timed."""
     timer = _Timer(launch.rank_device(device, rank), passes)
     for target in targets:
@@ -145,33 +126,34 @@ class _Timer:
         self._works: dict[Key, tuple[Work, int]] = {}  # and how often in a row
         self._host: dict[Key, float] = {}  # ms that queueing takes
 
-    def attempt(self, target: Target) -> FirstRuns:
+    def attempt(self, target: Target) -> Trial:
         """Make the target ready and run it a few times; all ranks come to the same end."""
-        trial, outcome = FirstRuns(), DONE
+        trial: Trial
+        outcome = DONE
         try:
             trial = self._make_ready(target)
         except EXPECTED as error:
-            trial, outcome = FirstRuns(failed=reason_of(error)), type(error).__name__
+            trial, outcome = reason_of(error), type(error).__name__
         try:
             self._group.agree_on(target.name, outcome)
         except (ValueError, RuntimeError):
-            if trial.failed is None:
+            if outcome == DONE:
                 raise
             who = f"{target.name} on rank {self._group.rank}"
-            raise RuntimeError(f"{who}, and not alike on all ranks: {trial.failed}") from None
-        if trial.failed is not None:
+            raise RuntimeError(f"{who}, and not alike on all ranks: {trial}") from None
+        if outcome != DONE:
             self._works = {k: each for k, each in self._works.items() if k[0] != target.name}
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
         return trial
 
-    def _make_ready(self, target: Target) -> FirstRuns:
+    def _make_ready(self, target: Target) -> Trial:
         """One device works as often in a row as it takes to equal a rank, at the same clocks."""
         if any((target.base, passes) not in self._works for passes in self._passes):
             self._add(target.base, call_on_one_device(target, self._device), self._group.size)
         calls = call_on_rank(target, self._group.rank, self._device)
         self._add(target.name, calls, 1)
-        return FirstRuns({each: peak_bytes(calls[each], self._device) for each in self._passes})
+        return {each: peak_bytes(calls[each], self._device) for each in self._passes}
 
     def _add(self, name: str, calls: Calls, often: int) -> None:
         for passes in self._passes:
@@ -191,23 +173,13 @@ class _Timer:
         """One run of all ranks together, the lead and the wait for the others not counted."""
         work, often = self._works[key]
 
-        def run() -> float:
-            start = time.perf_counter()
+        def run() -> None:
             for _ in range(often):
                 work()
-            return (time.perf_counter() - start) * 1e3 / often
 
-        self._watch.lead(self._host.get(key, 1.0) * often)
-        self._group.wait_for_all()
-        if self._device.type != "cuda":
-            host = run()
-            return Timing(host, host)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        host = run()
-        end.record()
-        end.synchronize()
-        return Timing(begin.elapsed_time(end) / often, host)
+        host = self._host.get(key, 1.0) * often
+        timing = self._watch.time(run, host, ready=self._group.wait_for_all)
+        return Timing(timing.device / often, timing.host / often)
 
 
 def reason_of(error: Exception) -> str:

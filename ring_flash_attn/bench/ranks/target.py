@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,11 +21,19 @@ _Point = tuple[PublicFunction, str, str, bool]  # layout, route, whether documen
 
 @dataclass(frozen=True)
 class Target:
-    """A public function, what it computes over all ranks, and how that is spread."""
+    """A public function, what it computes over all ranks, and how that is spread.
+
+    Attributes:
+        function, workload, placement: the same in words.
+        baseline: name of the target that it is compared with; "" if there is none.
+        refused: why it cannot run; "" if it can.
+    """
 
     function: PublicFunction
     workload: Workload
     placement: Placement
+    baseline: str = ""
+    refused: str = ""
 
     @property
     def name(self) -> str:
@@ -55,21 +63,6 @@ class Target:
         return self.workload.flops(passes) / self.placement.world_size
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What is to be timed.
-
-    Attributes:
-        targets: those that can run.
-        impossible: why others cannot.
-        baselines: by name of a target, the one that it is compared with; without others, none.
-    """
-
-    targets: tuple[Target, ...]
-    impossible: Mapping[Target, str]
-    baselines: Mapping[str, str]
-
-
 def choose_targets(
     names: Sequence[str],
     workload: Workload,
@@ -81,8 +74,10 @@ def choose_targets(
     routes: Sequence[str] = (),
     kernels: Sequence[str] = (AUTO,),
     versus: str = "",
-) -> Selection:
+) -> list[Target]:
     """Functions, each with its workload, and its placement with the kernel that it gets.
+
+    Those that cannot run come last.
 
     Args:
         names: of functions, patterns, or parts; by default one function for each layout and route.
@@ -104,9 +99,8 @@ def choose_targets(
     _check_options(points, workload, placement, cu_seqlens)
     offsets = cu_seqlens or tuple(workload.seqlen * i for i in range(workload.batch + 1))
     documents = replace(workload, batch=1, cu_seqlens=offsets)
-    found: dict[str, tuple[Target, str | None]] = {}  # by name: two kernels may be the same one
-    reasons: dict[str, list[str | None]] = {}  # by kernel; None: it can
-    baselines: dict[str, str] = {}
+    found: dict[str, Target] = {}  # by name: two kernels may be the same one
+    reasons: dict[str, list[str]] = {}  # by kernel; "": it can
     for function, layout, route, packed in points:
         own = documents if packed else workload
         if function.form.startswith("qkv"):
@@ -118,27 +112,26 @@ def choose_targets(
             tried.insert(0, (replace(function, prefix=""), versus))
         baseline = ""
         for each, kernel in tried:
-            target = Target(each, own, replace(point, kernel=kernel))
-            refused = None
-            try:
-                target = replace(target, placement=resolve(own, target.placement, device))
-            except NotImplementedError as error:
-                refused = str(error)
+            target = _resolved(Target(each, own, replace(point, kernel=kernel)), device)
             who = each.name if each.prefix else f"--kernel {kernel}"
-            reasons.setdefault(who, []).append(refused)
-            found.setdefault(target.name, (target, refused or _uneven(target)))
-            baseline = baseline or target.name
+            reasons.setdefault(who, []).append(target.refused)
             if versus:
-                baselines[target.name] = baseline
-    refuse_kernels(
-        {who: [why for why in all_of if why] for who, all_of in reasons.items() if all(all_of)},
-        device,
-    )
-    impossible = {target: why for target, why in found.values() if why is not None}
-    targets = tuple(target for target, why in found.values() if why is None)
-    if not targets:
-        raise ValueError("\n".join(f"{each.name}: {why}" for each, why in impossible.items()))
-    return Selection(targets, impossible, baselines)
+                baseline = baseline or target.name
+            target = replace(target, baseline=baseline, refused=target.refused or _uneven(target))
+            found.setdefault(target.name, target)
+    refuse_kernels({who: why for who, why in reasons.items() if all(why)}, device)
+    if all(target.refused for target in found.values()):
+        raise ValueError("\n".join(f"{name}: {each.refused}" for name, each in found.items()))
+    return sorted(found.values(), key=lambda target: bool(target.refused))
+
+
+def _resolved(target: Target, device: torch.device) -> Target:
+    """With the kernel that it gets, or why it gets none."""
+    try:
+        placement = resolve(target.workload, target.placement, device)
+    except NotImplementedError as error:
+        return replace(target, refused=str(error))
+    return replace(target, placement=placement)
 
 
 def _find_points(
@@ -154,13 +147,11 @@ def _find_points(
 
     def points(of: Sequence[PublicFunction]) -> list[_Point]:
         return [
-            (each, layout, route, each.family.packed or (not each.form and packed(layout)))
+            (each, layout, route, each.family.packed or (not each.form and packs))
             for each in of
             for layout, route in each.points(layouts, routes)
+            for packs in (documents or layout.startswith(FLAT_PREFIX),)
         ]
-
-    def packed(layout: str) -> bool:
-        return documents or layout.startswith(FLAT_PREFIX)
 
     if names:
         found = points(functions)
@@ -201,12 +192,11 @@ def _kernels_of(function: PublicFunction, kernels: Sequence[str]) -> tuple[str, 
     return (function.prefix,)
 
 
-def _uneven(target: Target) -> str | None:
+def _uneven(target: Target) -> str:
     """Why the function cannot take these documents, if so."""
+    signature, device = target.function.signature, torch.device("cpu")
     try:
-        own_arguments(
-            target.function.signature, target.workload, target.placement, 0, torch.device("cpu")
-        )
+        own_arguments(signature, target.workload, target.placement, 0, device)
     except ValueError as error:
         return str(error)
-    return None
+    return ""
