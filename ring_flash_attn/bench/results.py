@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ..kernels.base import kernel_names
 from .workload import BACKWARD as BACKWARD
 from .workload import BOTH as BOTH
 from .workload import FORWARD as FORWARD
@@ -20,6 +21,23 @@ from .workload import PASSES as PASSES
 FORMAT = "ring_flash_attn results"
 VERSION = 1
 BENCH, COMPARE, RING, REPLAY, VERIFY = KINDS = ("bench", "compare", "ring", "replay", "verify")
+LIBRARIES = (  # that `implementations.py` compares our kernels with
+    "torch standard",
+    "SDPA flash",
+    "SDPA efficient",
+    "SDPA cuDNN",
+    "SDPA math",
+    "FlexAttention",
+    "xFormers",
+    "flash-attn 2",
+    "flash-attn 3",
+    "flash-attn 4",
+)
+
+
+def implementation_names() -> tuple[str, ...]:
+    """What rows may be of: our kernels and other libraries."""
+    return (*kernel_names(), *LIBRARIES)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.cells import MISSING, fastest, leanest, speed_up
-from ..bench.names import implementation_names
-from ..bench.results import COMPARE, FORWARD, Row, check_output
+from ..bench.results import COMPARE, FORWARD, Row, check_output, implementation_names
 from ..bench.versus import Limits, beside
 from ..kernels.base import NATIVE
 from . import options as o
@@ -21,6 +20,7 @@ from .console import (
     make_table,
     mib,
     print_failures,
+    print_lines,
     repeats_on,
     running,
     screen,
@@ -89,13 +89,13 @@ def compare(
     from ..bench.measure import check_graphs, find_all, measure
 
     left_out = ""
-    numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
-    numbers |= {"nheads": nheads, "nheads_k": nheads_k}
+    numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
+    numbers |= {"nheads_k": nheads_k, "headdim": headdim}
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a comparison")
         check_graphs(graphs, where)
-        workloads = make_workloads(preset, numbers, causal, window, dtype)
+        workloads = make_workloads(preset, causal, window, dtype, **numbers)
         if versus is None and NATIVE in (names or ()):
             versus = NATIVE
             if not (gate or min_speed is not None or max_memory is not None):
@@ -111,9 +111,8 @@ def compare(
     grad = not without_gradients(preset, no_grad)
     rows: list[Row] = []
     peak, passed = None, True
-    if left_out:
-        console.print(left_out, markup=False)
-    console.print(f"On {device_name(where)}, {rounds} round{'s' * (rounds > 1)}.", markup=False)
+    on = f"On {device_name(where)}, {rounds} round{'s' * (rounds > 1)}."
+    print_lines(console, [left_out, on] if left_out else [on])
     try:
         with running(console, "compare", len(workloads)) as (report, advance):
             report("measuring the peak")
@@ -131,8 +130,8 @@ def compare(
                     report=report,
                 )
                 base = find_implementation(versus, each, where).name if versus else None
-                if base is not None:
-                    bases = {row.passes: row for row in measured if row.implementation == base}
+                bases = {row.passes: row for row in measured if row.implementation == base}
+                if bases:
                     measured = [beside(row, bases[row.passes]) for row in measured]
                 _show(console, each, measured, base)
                 if base is not None:
@@ -191,16 +190,14 @@ def _show(console: Console, workload: Workload, rows: Sequence[Row], versus: str
     """A table of those that ran, who was best, and why the others did not run."""
     from ..bench.measure import CANNOT
 
-    console.print(f"\n{workload}", markup=False)
+    print_lines(console, ("", workload))
     ran = [row for row in rows if row.failed is None]
     if ran:
         names = [row.implementation for row in ran]
         base = versus or (_BASE if _BASE in names else names[0])
         tried = [row for row in rows if not (row.failed or "").startswith(CANNOT)]
         console.print(_table(tried, base))
-        console.print(f"speed-up: against {base}", markup=False)
-        for line in _best(ran):
-            console.print(line, markup=False)
+        print_lines(console, (f"speed-up: against {base}", *_best(ran)))
     print_failures(console, rows)
 
 

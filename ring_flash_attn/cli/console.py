@@ -80,6 +80,12 @@ def make_table(texts: Iterable[str], numbers: Iterable[str], title: str | None =
     return table
 
 
+def print_lines(console: Console, lines: Iterable[object]) -> None:
+    """Plain text: brackets are no markup."""
+    for line in lines:
+        console.print(str(line), markup=False)
+
+
 def print_failures(console: Console, rows: Sequence[Row]) -> None:
     """Why some have no times or no errors, once for each reason."""
     from ..bench.measure import CANNOT

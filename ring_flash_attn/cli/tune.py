@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
 from ..bench.results import check_output
 from ..kernels.base import why_not
 from . import options as o
-from .console import screen, usage_errors, write_json
+from .console import make_table, screen, usage_errors, write_json
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Choice
@@ -132,11 +131,8 @@ def _plain(choice: Choice) -> dict[str, Any]:
 
 
 def _table(choices: Mapping[str, Choice]) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1))
-    for column in ("kernel, headdim up to, dtype", "default", "chosen"):
-        table.add_column(column)
-    for column in ("ms before", "ms after"):
-        table.add_column(column, justify="right")
+    texts = ("kernel, headdim up to, dtype", "default", "chosen")
+    table = make_table(texts, ("ms before", "ms after"))
     for name, choice in choices.items():
         same = choice.chosen == choice.default
         chosen = "the default" if same else f"[green]{choice.chosen}[/]"

@@ -31,19 +31,9 @@ _WIDTHS = (28, 14, 14, 14)  # of columns of plain lines
 
 def summary(facts: Facts) -> str:
     """The whole text."""
-    sections = (
-        _head,
-        _findings,
-        _verdicts,
-        _passes,
-        _kernels,
-        _overlap,
-        _counters,
-        _comparison,
-        _files,
-    )
-    lines = [line for section in (*sections, _notes) for line in section(facts)]
-    return "\n".join(lines) + "\n"
+    opening = (_head, _findings, _verdicts, _passes, _kernels)
+    sections = (*opening, _overlap, _counters, _comparison, _files, _notes)
+    return "\n".join(line for section in sections for line in section(facts)) + "\n"
 
 
 def _head(facts: Facts) -> Iterator[str]:
@@ -53,7 +43,9 @@ def _head(facts: Facts) -> Iterator[str]:
     tokens = "" if subject.world_size == 1 else " for each rank"
     yield f"{subject.share}{tokens}, on {facts.machine['device']}. Start here."
     if subject.world_size > 1:
-        link = "communication is removed" if subject.link == "none" else f"link {subject.link}"
+        link = "communication is removed"
+        if subject.placement.link is not None:
+            link = f"link {subject.placement.link_name}"
         yield f"A replay: no other rank was there, what it receives is random data, {link}."
     if facts.on_cpu:
         yield ON_CPU
@@ -76,7 +68,7 @@ def _table(
 
 
 def _verdicts(facts: Facts) -> Iterator[str]:
-    found = verdicts(facts)
+    found = list(verdicts(facts))
     if not found:
         return
     yield from ("", "## Verdicts")
@@ -92,11 +84,11 @@ def _passes(facts: Facts) -> Iterator[str]:
     more = ("FLOP/byte", "bound by", "least ms", "exposed ms", "MiB")
     yield from _table((*head, *more), map(_pass, facts.timed))
     yield ""
-    ridge = facts.main.ridge
-    if facts.peak is not None and ridge is not None:
+    peak, ridge = facts.main.peak, facts.main.ridge
+    if peak is not None and ridge is not None:
         yield (
-            f"Measured peaks: {facts.peak.tflops:.4g} TFLOP/s (product of large matrices), "
-            f"{facts.peak.gbps:.4g} GB/s (copy, bytes read and written). Above {ridge:.0f} "
+            f"Measured peaks: {peak.tflops:.4g} TFLOP/s (product of large matrices), "
+            f"{peak.gbps:.4g} GB/s (copy, bytes read and written). Above {ridge:.0f} "
             "FLOP/byte arithmetic is the limit, below it memory; least ms is what the nearer "
             "limit allows."
         )
@@ -195,13 +187,12 @@ def _comparison(facts: Facts) -> Iterator[str]:
 
 def _files(facts: Facts) -> Iterator[str]:
     yield from ("", "## Files")
-    there = (name for name in PARTS if name not in facts.missing)
-    rows = ([f"`{name}`", PARTS[name].holds, PARTS[name].opened] for name in there)
+    rows = ([f"`{name}`", *part] for name, part in PARTS.items() if name not in facts.missing)
     yield from _table(("file", "what is in it", "how to open it"), rows, "---")
     if facts.missing:
         yield from ("", "## What is missing", "")
         for name, why in facts.missing.items():
-            yield f"- `{name}` ({PARTS[name].holds}): {why}."
+            yield f"- `{name}` ({PARTS[name][0]}): {why}."
 
 
 def _notes(facts: Facts) -> Iterator[str]:
