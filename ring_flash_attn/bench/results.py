@@ -173,9 +173,7 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        text = json.dumps(plain_json(self.to_dict()), indent=1, allow_nan=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        save_json(self.to_dict(), path)
 
 
 def plain_json(value: Any) -> Any:
@@ -185,6 +183,13 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain_json(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def save_json(value: Any, path: Path) -> None:
+    """Write plain values."""
+    text = json.dumps(plain_json(value), indent=1, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def number(value: Any) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from ..bench.cells import ON_CPU as ON_CPU
 from ..bench.cells import mib as mib
-from ..bench.results import Results, Row, plain_json
+from ..bench.results import Results, Row, save_json
 
 if TYPE_CHECKING:
     import torch
@@ -97,23 +96,12 @@ def print_failures(console: Console, rows: Sequence[Row]) -> None:
             console.print(f"[yellow]{escape(name)}[/]{escape(text)}", soft_wrap=True)
 
 
-def write(console: Console, results: Results, path: Path | None) -> None:
-    """Write results to the file that the user named, if any."""
-    if path is not None:
-        _write(console, path, lambda: results.save(path))
-
-
-def write_json(console: Console, value: Any, path: Path | None) -> None:
-    """Write plain values likewise."""
-    if path is not None:
-        text = json.dumps(plain_json(value), indent=1, allow_nan=False) + "\n"
-        _write(console, path, lambda: path.write_text(text, encoding="utf-8"))
-
-
-def _write(console: Console, path: Path, save: Callable[[], object]) -> None:
-    """Exit code 1 if that fails."""
+def write(console: Console, value: Any, path: Path | None) -> None:
+    """Write results or plain values to the file that the user named, if any; or exit code 1."""
+    if path is None:
+        return
     try:
-        save()
+        save_json(value.to_dict() if isinstance(value, Results) else value, path)
     except OSError as error:
         console.print(f"cannot write {path}: {error.strerror}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

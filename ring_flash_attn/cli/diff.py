@@ -15,7 +15,7 @@ from ..bench.cells import cell
 from ..bench.diff import BAD, Change, Outcome, compare
 from ..bench.results import Results, Row, check_output, load
 from . import options as o
-from .console import make_table, screen, usage_errors, write_json
+from .console import make_table, screen, usage_errors, write
 
 _NOISY_CODE = 3
 _STYLES = {
@@ -78,7 +78,7 @@ def diff(
     if shown:
         console.print(_table(shown))
     console.print(_summary(changes))
-    write_json(console, [_plain(each) for each in changes], json_file)
+    write(console, [_plain(each) for each in changes], json_file)
     bad = {*BAD, Outcome.MISSING} if require_all else {*BAD}
     found = {each.verdict for each in changes}
     noisy = Outcome.NOISY in found

@@ -15,7 +15,7 @@ from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
 from . import options as o
-from .console import make_table, usage_errors, write_json
+from .console import make_table, usage_errors, write
 
 
 def info(
@@ -53,7 +53,7 @@ def info(
     for choice, first in picks.items():
         console.print(f"{choice} picks: [bold]{first or 'nothing'}[/]")
     console.print(f"triton has: {_triton_kernels(call)}", markup=False, soft_wrap=True)
-    write_json(console, {**facts, "why_not": reasons, "picks": picks}, json_file)
+    write(console, {**facts, "why_not": reasons, "picks": picks}, json_file)
 
 
 def _tuned() -> str:

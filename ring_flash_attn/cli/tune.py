@@ -12,7 +12,7 @@ from rich.table import Table
 from ..bench.results import check_output
 from ..kernels.base import why_not
 from . import options as o
-from .console import make_table, screen, usage_errors, write_json
+from .console import make_table, screen, usage_errors, write
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Choice
@@ -74,7 +74,7 @@ def tune(
     if json_file is not None:
         facts = {"gpu": gpu, "versions": versions(), "commit": commit(), "seqlen": seqlen}
         plain = {name: _plain(choice) for name, choice in found.items()}
-        write_json(console, {**facts, "causal": causal, "choices": plain}, json_file)
+        write(console, {**facts, "causal": causal, "choices": plain}, json_file)
 
 
 def _check(headdims: list[int], dtype: str) -> None:

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Line = Mapping[str, str]
 _FIRST, _KERNEL = "ID", "Kernel Name"
@@ -14,51 +15,48 @@ _TIME = "gpu__time_duration.sum"  # ns
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _TENSOR = "pipe_tensor", ".pct_of_peak_sustained"
 
-METRICS = {  # a name of ours, and those that Nsight Compute's versions have for it
-    "sm_percent": ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
-    "memory_percent": ("gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",),
+# By our name: the title of a column, and what Nsight Compute's versions call it.
+METRICS: dict[str, tuple[str, ...]] = {
+    "sm_percent": ("processors %", "sm__throughput.avg.pct_of_peak_sustained_elapsed"),
+    "tensor_percent": ("tensor cores %",),  # each GPU has other names
+    "memory_percent": (
+        "memory %",
+        "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
+    ),
     "dram_percent": (
+        "DRAM %",
         "dram__throughput.avg.pct_of_peak_sustained_elapsed",
         "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
     ),
-    "dram_gbps": ("dram__bytes.sum.per_second",),  # bytes in a second
-    "l1_hit_percent": ("l1tex__t_sector_hit_rate.pct",),
-    "l2_hit_percent": ("lts__t_sector_hit_rate.pct",),
-    "occupancy_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
-    "registers": ("launch__registers_per_thread",),
+    "dram_gbps": ("DRAM GB/s", "dram__bytes.sum.per_second"),
+    "l1_hit_percent": ("L1 hits %", "l1tex__t_sector_hit_rate.pct"),
+    "l2_hit_percent": ("L2 hits %", "lts__t_sector_hit_rate.pct"),
+    "occupancy_percent": ("occupancy %", "sm__warps_active.avg.pct_of_peak_sustained_active"),
+    "registers": ("registers", "launch__registers_per_thread"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """One kernel, over all of its launches; None where there is no such counter.
+    """One kernel, over all of its launches.
 
     Attributes:
         name, launches: of the kernel.
         ms: of all launches together; slower than alone, because counters are read.
-        sm_percent, memory_percent, dram_percent: of what processors, memory (with its caches) and
-            DRAM could do.
-        dram_gbps: 10⁹ bytes a second.
-        tensor_percent: of what the tensor cores could do.
-        l1_hit_percent, l2_hit_percent: of the caches.
-        occupancy_percent: warps that are there, of those that could be.
-        registers: of a thread.
+        values: by the names in METRICS; None where there is no such counter.
         stalls: warps that wait for each that issues, by reason, most first.
     """
 
     name: str
     launches: int
     ms: float
-    sm_percent: float | None
-    memory_percent: float | None
-    dram_percent: float | None
-    dram_gbps: float | None
-    l1_hit_percent: float | None
-    l2_hit_percent: float | None
-    occupancy_percent: float | None
-    registers: float | None
-    tensor_percent: float | None
+    values: Mapping[str, float | None]
     stalls: tuple[tuple[str, float], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        first = {"name": self.name, "launches": self.launches, "ms": self.ms}
+        return {**first, **self.values, "stalls": self.stalls}
 
 
 def read_lines(text: str) -> list[Line]:
@@ -98,7 +96,7 @@ def _counters(name: str, lines: Sequence[Line]) -> Counters:
     def first(*names: str) -> float | None:
         return mean(lambda line: next(_numbers(line, names), None))
 
-    values = {ours: first(*theirs) for ours, theirs in METRICS.items()}
+    values = {ours: first(*theirs) for ours, (_, *theirs) in METRICS.items()}
     if values["dram_gbps"] is not None:
         values["dram_gbps"] /= 1e9
     columns = dict.fromkeys(column for line in lines for column in line)
@@ -106,16 +104,9 @@ def _counters(name: str, lines: Sequence[Line]) -> Counters:
     named = [(reason.replace("_", " "), value) for reason, value in stalls.items() if value]
     # Pipes of the tensor cores have other names on each GPU: the busiest counts.
     pipes = [column for column in columns if all(part in column for part in _TENSOR)]
-    tensor = mean(lambda line: max(_numbers(line, pipes), default=None))
-    longest_first = tuple(sorted(named, key=lambda pair: -pair[1]))
-    return Counters(
-        name,
-        len(lines),
-        sum(times) / 1e6,
-        **values,
-        tensor_percent=tensor,
-        stalls=longest_first,
-    )
+    values["tensor_percent"] = mean(lambda line: max(_numbers(line, pipes), default=None))
+    most_first = tuple(sorted(named, key=lambda pair: -pair[1]))
+    return Counters(name, len(lines), sum(times) / 1e6, values, most_first)
 
 
 def _numbers(line: Line, names: Iterable[str]) -> Iterator[float]:

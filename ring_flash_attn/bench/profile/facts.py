@@ -144,6 +144,6 @@ class Facts:
             "passes": {each.passes: each.to_dict() for each in self.timed},
             "activity": asdict(self.activity),
             "overlap": None if self.overlap is None else asdict(self.overlap),
-            "counters": [asdict(each) for each in self.counters],
+            "counters": [each.to_dict() for each in self.counters],
             "files": {name: self.missing.get(name, "written") for name in PARTS},
         }

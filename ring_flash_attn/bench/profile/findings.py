@@ -45,8 +45,8 @@ def verdicts(facts: Facts) -> Iterator[Verdict]:
     if facts.counters:
         first = facts.counters[0]
         for what, value, good in (
-            ("memory bandwidth", first.memory_percent, _BANDWIDTH),
-            ("processors (SM)", first.sm_percent, _PROCESSORS),
+            ("memory bandwidth", first.values["memory_percent"], _BANDWIDTH),
+            ("processors (SM)", first.values["sm_percent"], _PROCESSORS),
         ):
             if value is not None:
                 yield judge(f"{what} of `{short(first.name)}`", value, good, None, " %")
@@ -174,26 +174,27 @@ def _counters(facts: Facts) -> Iterator[Finding]:
     if not facts.counters:
         return
     first = facts.counters[0]
-    name = f"`{short(first.name)}`"
-    if first.tensor_percent is not None and first.sm_percent is not None:
-        low = first.tensor_percent < _TENSOR
+    name, values = f"`{short(first.name)}`", first.values
+    processors, tensor = values["sm_percent"], values["tensor_percent"]
+    dram, occupancy = values["dram_percent"], values["occupancy_percent"]
+    if tensor is not None and processors is not None:
         yield (
-            f"{name} keeps the tensor cores {first.tensor_percent:.0f} % busy, and the processors "
-            f"{first.sm_percent:.0f} %.",
-            "other block sizes (`rfa tune`)" if low else "",
+            f"{name} keeps the tensor cores {tensor:.0f} % busy, and the processors "
+            f"{processors:.0f} %.",
+            "other block sizes (`rfa tune`)" if tensor < _TENSOR else "",
         )
-    if first.dram_percent is not None:
-        yield f"{name} uses {first.dram_percent:.0f} % of the bandwidth of DRAM.", ""
+    if dram is not None:
+        yield f"{name} uses {dram:.0f} % of the bandwidth of DRAM.", ""
     if first.stalls:
         reason, warps = first.stalls[0]
         yield (
             f"Warps of {name} wait most for: {reason} ({warps:.2f} warps for each that issues).",
             f"the section Warp State Statistics in {NCU_COMPUTE}",
         )
-    if first.occupancy_percent is not None and first.occupancy_percent < _OCCUPANCY:
+    if occupancy is not None and occupancy < _OCCUPANCY:
         yield (
-            f"{name} has {first.occupancy_percent:.0f} % of the warps that a processor could hold "
-            "(usual for attention on tensor cores).",
+            f"{name} has {occupancy:.0f} % of the warps that a processor could hold (usual for "
+            "attention on tensor cores).",
             "only if stalls are the problem: fewer registers or smaller blocks",
         )
 

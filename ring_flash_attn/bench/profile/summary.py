@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..cells import ON_CPU, cell, fastest, leanest, mib, run_times, speed_up
 from ..results import Results
 from ..verdicts import POOR
-from .counters import Counters
+from .counters import METRICS, Counters
 from .facts import Facts, TimedPass
 from .findings import find, passes_name, short, verdicts
 from .parts import PARTS
@@ -15,17 +15,6 @@ from .trace import Used
 
 _KERNELS, _RANGES, _STALLS = 12, 12, 3
 _NONE = "–"
-_COUNTERS = {  # columns, by the name in `Counters`
-    "sm_percent": "processors %",
-    "tensor_percent": "tensor cores %",
-    "memory_percent": "memory %",
-    "dram_percent": "DRAM %",
-    "dram_gbps": "DRAM GB/s",
-    "l1_hit_percent": "L1 hits %",
-    "l2_hit_percent": "L2 hits %",
-    "occupancy_percent": "occupancy %",
-    "registers": "registers",
-}
 _WIDTHS = (28, 14, 14, 14)  # of columns of plain lines
 
 
@@ -158,12 +147,18 @@ def _counters(facts: Facts) -> Iterator[str]:
     if not facts.counters:
         return
     yield from ("", "## Hardware counters (Nsight Compute)")
-    head = ("kernel", "launches", "ms", *_COUNTERS.values(), "waits most for")
+    head = (
+        "kernel",
+        "launches",
+        "ms",
+        *(title for title, *_ in METRICS.values()),
+        "waits most for",
+    )
     yield from _table(head, map(_counter, facts.counters[:_KERNELS]))
 
 
 def _counter(each: Counters) -> list[str]:
-    values = (cell(getattr(each, name), ".4g", _NONE) for name in _COUNTERS)
+    values = (cell(each.values[name], ".4g", _NONE) for name in METRICS)
     stalls = ", ".join(f"{reason} {warps:.2f}" for reason, warps in each.stalls[:_STALLS])
     return [f"`{short(each.name)}`", str(each.launches), f"{each.ms:.3f}", *values, stalls or _NONE]
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ...trace import tracing
 from ..replays.results import COMPUTE, TRANSFERS, Bar
-from ..timing import WARM_UP, Work
+from ..timing import WARM_UP, Work, synchronize
 
 RUNS = 3  # in a trace
 _EVENTS = 100_000  # of the memory that are recorded
@@ -193,11 +193,11 @@ def record_trace(work: Work, device: torch.device, path: Path) -> Activity:
         activities.append(ProfilerActivity.CUDA)
     for _ in range(WARM_UP):
         work()
-    _synchronize(device)
+    synchronize(device)
     with profile(activities=activities) as recorded, tracing():
         for _ in range(RUNS):
             work()
-        _synchronize(device)
+        synchronize(device)
     recorded.export_chrome_trace(str(path))
     return read_trace(path, RUNS)
 
@@ -205,16 +205,11 @@ def record_trace(work: Work, device: torch.device, path: Path) -> Activity:
 def record_memory(work: Work, device: torch.device, path: Path) -> None:
     """Write which memory was taken and given back in one run; for CUDA alone."""
     work()
-    _synchronize(device)
+    synchronize(device)
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=_EVENTS)
     try:
         work()
-        _synchronize(device)
+        synchronize(device)
         torch.cuda.memory._dump_snapshot(str(path))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
