@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -96,11 +96,16 @@ def compare(
         where = find_device(device, "a comparison")
         check_graphs(graphs, where)
         workloads = make_workloads(preset, causal, window, dtype, **numbers)
-        if versus is None and NATIVE in (names or ()):
-            versus = NATIVE
-            if not (gate or min_speed is not None or max_memory is not None):
-                names, left_out = _without_native(names or [], workloads[0], where)
-                versus = None if left_out else NATIVE
+        if versus is None and names and NATIVE in names:
+            others = [name for name in names if name != NATIVE]
+            gated = gate or min_speed is not None or max_memory is not None
+            try:
+                find_implementation(NATIVE, workloads[0], where)
+                versus = NATIVE
+            except NotImplementedError as error:
+                if gated or not others:
+                    raise
+                names, left_out = others, str(error)
         limits = find_limits(gate, min_speed, max_memory, versus or "", where)
         everyone = [*(names or implementation_names()), *([versus] if versus else [])]
         for each in workloads:
@@ -118,17 +123,8 @@ def compare(
             report("measuring the peak")
             peak = measure_peak(where, workloads[0].dtype)
             for each in workloads:
-                measured = measure(
-                    everyone,
-                    each,
-                    where,
-                    kind=COMPARE,
-                    repeats=rounds,
-                    grad=grad,
-                    errors=errors,
-                    graphs=graphs,
-                    report=report,
-                )
+                how: Any = {"repeats": rounds, "grad": grad, "errors": errors, "graphs": graphs}
+                measured = measure(everyone, each, where, kind=COMPARE, report=report, **how)
                 base = find_implementation(versus, each, where).name if versus else None
                 bases = {row.passes: row for row in measured if row.implementation == base}
                 if bases:
@@ -146,22 +142,6 @@ def compare(
     if where.type == "cpu":
         console.print(ON_CPU)
     raise typer.Exit(int(not passed or all(row.failed is not None for row in rows)))
-
-
-def _without_native(
-    names: Sequence[str], workload: Workload, device: torch.device
-) -> tuple[list[str], str]:
-    """What else is named, and why, if `native` cannot do it; NotImplementedError if it is alone."""
-    from ..bench.implementations import find_implementation
-
-    try:
-        find_implementation(NATIVE, workload, device)
-    except NotImplementedError as error:
-        others = [name for name in names if name != NATIVE]
-        if not others:
-            raise
-        return others, str(error)
-    return list(names), ""
 
 
 def _check_gate(
@@ -229,16 +209,14 @@ def _table(rows: Sequence[Row], versus: str) -> Table:
 
 def _errors(row: Row) -> list[str]:
     """Largest errors relative to the largest entry: of out, and of the gradients."""
-    relative = {name: each["relative"] for name, each in row.errors.items()}
-    gradients = [value for name, value in relative.items() if name != "out"]
-    return [_worst([relative["out"]] if relative else []), _worst(gradients)]
 
+    def worst(names: Iterable[str]) -> str:
+        values = [row.errors[name]["relative"] for name in names]
+        if any(map(math.isnan, values)):  # worse than any number
+            return "[bold red]nan[/]"
+        return f"{max(values):.1e}" if values else MISSING
 
-def _worst(values: Sequence[float]) -> str:
-    """The largest; NaN is worse than any number."""
-    if not values:
-        return MISSING
-    return "[bold red]nan[/]" if any(map(math.isnan, values)) else f"{max(values):.1e}"
+    return [worst(row.errors.keys() & {"out"}), worst(row.errors.keys() - {"out"})]
 
 
 def _best(rows: Sequence[Row]) -> Iterator[str]:

@@ -45,21 +45,30 @@ def info(
     }
     facts: dict[str, Any] = {"versions": versions(), "devices": devices(), "variables": variables()}
     console = Console(highlight=False)
-    console.print(_facts({**facts, "block sizes": [_tuned()]}))
+    tuned, triton = _triton(call)
+    console.print(_facts({**facts, "block sizes": [tuned]}))
     console.print(
         f"Kernels for a causal call in {dtype}, headdim {headdim}, on {device or where.type}:"
     )
     console.print(_kernels(reasons))
     for choice, first in picks.items():
         console.print(f"{choice} picks: [bold]{first or 'nothing'}[/]")
-    console.print(f"triton has: {_triton_kernels(call)}", markup=False, soft_wrap=True)
+    console.print(f"triton has: {triton}", markup=False, soft_wrap=True)
     write(console, {**facts, "why_not": reasons, "picks": picks}, json_file)
 
 
-def _tuned() -> str:
-    """Which file the Triton kernel's block sizes come from, in words."""
+def _triton(call: Call) -> tuple[str, str]:
+    """Which file the Triton kernel's block sizes come from, and which kernels it has."""
     if isinstance(load_kernel("triton"), str):
-        return "no triton here"
+        return "no triton here", "no triton here"
+    from ..kernels.triton.hopper import host
+
+    reasons = host.why_not(call)
+    portable = f"portable kernels, not those for Hopper ({'; '.join(reasons)})"
+    return _tuned(), portable if reasons else "kernels for Hopper"
+
+
+def _tuned() -> str:
     from ..kernels.triton.config import read_tuned, tuned_file
 
     path = tuned_file()
@@ -71,18 +80,6 @@ def _tuned() -> str:
         return str(error)
     lines = [f"for {gpu}: {'; '.join(names) or 'the defaults'}" for gpu, names in gpus.items()]
     return "\n".join([str(path), *lines])
-
-
-def _triton_kernels(call: Call) -> str:
-    """Which kernels the Triton kernel consists of, in words."""
-    if isinstance(load_kernel("triton"), str):
-        return "no triton here"
-    from ..kernels.triton.hopper import host
-
-    reasons = host.why_not(call)
-    if not reasons:
-        return "kernels for Hopper"
-    return f"portable kernels, not those for Hopper ({'; '.join(reasons)})"
 
 
 def _facts(facts: dict[str, list[str] | dict[str, str]]) -> Table:

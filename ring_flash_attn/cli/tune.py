@@ -70,7 +70,11 @@ def tune(
         found |= choices
     console.print(f"{gpu}, {seqlen} tokens, {'causal' if causal else 'full'}", markup=False)
     console.print(_table(found))
-    console.print(f"wrote {path}{_how_to_use(path)}", markup=False, soft_wrap=True)
+    read = config.tuned_path()
+    use = f"to use it, set {config.VARIABLE}={path.absolute()}"
+    if read is not None and path.absolute() == read.absolute():
+        use = "from now on it is used"
+    console.print(f"wrote {path}: {use}", markup=False, soft_wrap=True)
     if json_file is not None:
         facts = {"gpu": gpu, "versions": versions(), "commit": commit(), "seqlen": seqlen}
         plain = {name: _plain(choice) for name, choice in found.items()}
@@ -96,13 +100,13 @@ def _check(headdims: list[int], dtype: str) -> None:
 
     if INTERPRETED:
         raise ValueError("TRITON_INTERPRET is set: kernels would run on the CPU; unset it")
-    limits = [limit_of(each) for each in headdims]
-    for i, limit in enumerate(limits):
-        if limit in limits[:i]:
-            first = headdims[limits.index(limit)]
-            raise ValueError(
-                f"--headdim {first} and {headdims[i]} share one entry (up to {limit}): choose one"
-            )
+    entries: dict[int, int] = {}
+    for each in headdims:
+        limit = limit_of(each)
+        if limit in entries:
+            both = f"--headdim {entries[limit]} and {each}"
+            raise ValueError(f"{both} share one entry (up to {limit}): choose one")
+        entries[limit] = each
 
 
 def _output(output: Path | None) -> Path:
@@ -114,15 +118,6 @@ def _output(output: Path | None) -> Path:
         raise ValueError(f"{VARIABLE} is empty, so that no file is read: unset it or pass --output")
     check_output(path)
     return path
-
-
-def _how_to_use(path: Path) -> str:
-    from ..kernels.triton.config import VARIABLE, tuned_path
-
-    read = tuned_path()
-    if read is not None and path.absolute() == read.absolute():
-        return ": from now on it is used"
-    return f": to use it, set {VARIABLE}={path.absolute()}"
 
 
 def _plain(choice: Choice) -> dict[str, Any]:

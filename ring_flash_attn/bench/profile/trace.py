@@ -78,7 +78,7 @@ def read_trace(path: Path, runs: int) -> Activity:
     streams: dict[str, list[Interval]] = defaultdict(list)
     for event in device:
         streams[str(event.get("args", {}).get("stream", "?"))].append(_interval(event))
-    alone = [(event["name"], _interval(event)[1] - _interval(event)[0]) for event in device]
+    alone = [(event["name"], float(event["dur"]) / 1e3) for event in device]
     return Activity(
         bool(device),
         runs,
@@ -171,16 +171,12 @@ class Overlap:
 
 def overlap(bars: Sequence[Bar]) -> Overlap:
     """Of a timeline, which is not empty."""
-    lanes = {
-        lane: union((bar.start, bar.end) for bar in bars if bar.lane == lane)
+    compute, transfers = (
+        union((bar.start, bar.end) for bar in bars if bar.lane == lane)
         for lane in (COMPUTE, TRANSFERS)
-    }
-    return Overlap(
-        length(lanes[COMPUTE]),
-        length(lanes[TRANSFERS]),
-        common(lanes[COMPUTE], lanes[TRANSFERS]),
-        max(bar.end for bar in bars) - min(bar.start for bar in bars),
     )
+    span = max(bar.end for bar in bars) - min(bar.start for bar in bars)
+    return Overlap(length(compute), length(transfers), common(compute, transfers), span)
 
 
 # Recording.
@@ -188,9 +184,7 @@ def overlap(bars: Sequence[Bar]) -> Overlap:
 
 def record_trace(work: Work, device: torch.device, path: Path) -> Activity:
     """Write a trace of a few runs, and say what is in it."""
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
     for _ in range(WARM_UP):
         work()
     synchronize(device)
