@@ -206,9 +206,7 @@ class Workload:
     def tensors(self, device: torch.device, tokens: int | None = None) -> Any:
         """Random (q, k, v), each (batch, seqlen, nheads, headdim), and dout.
 
-        Args:
-            device: where.
-            tokens: of a rank's shard; by default all.
+        All tokens, or as many as `tokens` of a rank's shard.
         """
         import torch
 

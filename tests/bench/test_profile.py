@@ -224,7 +224,6 @@ def facts(**changes: Any) -> Facts:
     given: dict[str, Any] = {
         "subject": ON_GPU,
         "machine": {"device": "a GPU"},
-        "versions": {"torch": "2.11"},
         "repeats": 5,
         "timed": (timed(1.0, 0.5),),
         "activity": Activity(True, 3, kernels, (), 8.0, 16.0, {"7": 8.0}),

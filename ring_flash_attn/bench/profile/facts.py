@@ -105,7 +105,7 @@ class Facts:
 
     Attributes:
         subject: what was profiled.
-        machine, versions: where.
+        machine: where.
         repeats: rounds of the medians.
         timed: by pass; the last one is what the files are about.
         activity: of the trace.
@@ -117,7 +117,6 @@ class Facts:
 
     subject: Subject
     machine: Mapping[str, object]
-    versions: Mapping[str, str]
     repeats: int
     timed: tuple[TimedPass, ...]
     activity: Activity

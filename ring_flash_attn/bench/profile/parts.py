@@ -41,12 +41,7 @@ PARTS = {  # by name: what is in it, and how to open it
 
 
 def prepare_folder(folder: Path, force: bool) -> None:
-    """Make it, without files of an earlier profile; ValueError if it holds anything.
-
-    Args:
-        folder: where the files go.
-        force: files of an earlier profile may be replaced; others stay.
-    """
+    """Make it; ValueError if it holds anything and no `force` replaces an earlier profile."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
     if folder.exists() and any(folder.iterdir()) and not force:

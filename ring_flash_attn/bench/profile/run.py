@@ -26,13 +26,9 @@ Report = Callable[[str], None]
 
 
 def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Facts:
-    """Find out everything about the subject, and write it into a folder.
+    """Find out everything about the subject, and write it into a folder that exists.
 
-    Args:
-        subject: what is profiled.
-        folder: for the files; it exists.
-        repeats: rounds of the medians.
-        report: is called with what is being done.
+    Medians are of `repeats` rounds; `report` is called with what is being done.
     """
     device = subject.device
     with on_device(device):
@@ -63,7 +59,6 @@ def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Fac
     facts = Facts(
         subject,
         where,
-        versions(),
         repeats,
         timed,
         activity,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..cells import ON_CPU, cell, fastest, leanest, mib, run_times, speed_up
+from ..machine import versions
 from ..results import Results
 from ..verdicts import POOR
 from .counters import METRICS, Counters
@@ -195,8 +196,7 @@ def _notes(facts: Facts) -> Iterator[str]:
     yield "- Times: without any profiler, behind work that lasts while they are queued (GPU)."
     yield "- Trace, memory and counters: runs of their own, which profilers slow down."
     yield "- The ranges of the trace are named by this library; RFA_NVTX=1 turns them on anywhere."
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    yield f"- Versions: {versions}."
+    yield f"- Versions: {', '.join(map(' '.join, versions().items()))}."
 
 
 # Plain lines: one kernel alone, and all implementations.
