@@ -726,7 +726,7 @@ def test_presets_are_the_sizes_of_the_original_documents() -> None:
         numbers = {n: given[n] for n in ("batch", "seqlen", "nheads", "nheads_k", "headdim")}
         preset, same = given["preset"], (given["causal"], given["window"], given["dtype"])
         grad = not without_gradients(preset, given["no_grad"])
-        return make_workloads(preset, numbers, *same), grad
+        return make_workloads(preset, *same, **numbers), grad
 
     compared = 0
     for theirs, ours in command_rows():

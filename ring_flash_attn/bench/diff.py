@@ -84,26 +84,19 @@ def compare(before: Results, after: Results, limit: float) -> list[Change]:
     old, new = ({row.key: row for row in each.rows} for each in (before, after))
     if not set(old) & set(new):
         raise ValueError("the two files have no row in common: nothing to compare")
-    rounds = (_rounds(before), _rounds(after))
+    repeats = (each.settings.get("repeats") for each in (before, after))
+    rounds = [each if isinstance(each, int) else 0 for each in repeats]
     changes = [_change(old.get(key), new.get(key), rounds, limit) for key in {**old, **new}]
     order = list(Outcome)
     return sorted(changes, key=lambda each: (order.index(each.verdict), -(each.percent or 0.0)))
 
 
-def _rounds(results: Results) -> int | None:
-    """In which the runs of a row were made."""
-    found = results.settings.get("repeats")
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def _change(
-    old: Row | None, new: Row | None, rounds: tuple[int | None, int | None], limit: float
-) -> Change:
+def _change(old: Row | None, new: Row | None, rounds: Sequence[int], limit: float) -> Change:
     if old is None or new is None:
-        row = new or old
-        assert row is not None
-        times = (None if old is None else old.ms, None if new is None else new.ms)
-        return Change(row, *times, None, None, None, Outcome.NEW if new else Outcome.MISSING)
+        if new is not None:
+            return Change(new, None, new.ms, None, None, None, Outcome.NEW)
+        assert old is not None
+        return Change(old, old.ms, None, None, None, None, Outcome.MISSING)
     percent, memory = _percent(old.ms, new.ms), _percent(old.peak_bytes, new.peak_bytes)
     change = Change(new, old.ms, new.ms, percent, _spread(old, new, rounds), memory, Outcome.SAME)
     return replace(change, verdict=_verdict(old, new, change, limit))
@@ -111,9 +104,9 @@ def _change(
 
 def _verdict(old: Row, new: Row, change: Change, limit: float) -> Outcome:
     """The worst that can be said."""
-    if new.failed is not None or old.failed is not None:
-        if new.failed is not None:
-            return Outcome.SAME if old.failed is not None else Outcome.FAILED
+    if new.failed is not None:
+        return Outcome.FAILED if old.failed is None else Outcome.SAME
+    if old.failed is not None:
         return Outcome.WORKS
     if any(_is_worse(old.errors.get(name, {}), new.errors[name]) for name in new.errors):
         return Outcome.WRONG
@@ -142,31 +135,25 @@ def _is_worse(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Beyond its limit now; or, where there is none, much larger, or no number any more."""
     if "passed" in new:
         return new["passed"] is False and old.get("passed", True) is not False
-    before, after = (_number(each.get("relative")) for each in (old, new))
-    if before is None or after is None:
+    if old.get("relative") is None or new.get("relative") is None:
         return False
+    before, after = float(old["relative"]), float(new["relative"])  # files have words for NaN
     return math.isfinite(before) and not after <= _WORSE * before
-
-
-def _number(value: Any) -> float | None:
-    """Files hold NaN and infinity as words."""
-    return None if value is None else float(value)
 
 
 def _percent(old: float | None, new: float | None) -> float | None:
     return 100 * (new / old - 1) if old and new is not None else None
 
 
-def _spread(old: Row, new: Row, rounds: tuple[int | None, int | None]) -> float | None:
+def _spread(old: Row, new: Row, rounds: Sequence[int]) -> float | None:
     """Standard error of the ratio of both medians, in percent; drift between runs is not in it."""
-    parts = [_relative_error(row.samples_ms, n) for row, n in zip((old, new), rounds, strict=True)]
-    known = [part for part in parts if part is not None]
-    return 100 * math.hypot(*known) if len(known) == len(parts) else None
+    before, after = map(_relative_error, (old.samples_ms, new.samples_ms), rounds)
+    return None if before is None or after is None else 100 * math.hypot(before, after)
 
 
-def _relative_error(samples: Sequence[float], rounds: int | None) -> float | None:
+def _relative_error(samples: Sequence[float], rounds: int) -> float | None:
     """Of a median, from the quartiles of the rounds' medians: runs of one round are alike."""
-    if rounds is not None and len(samples) % rounds == 0 and len(samples) > rounds:
+    if 0 < rounds < len(samples) and len(samples) % rounds == 0:
         each = len(samples) // rounds
         starts = range(0, len(samples), each)
         samples = [statistics.median(samples[start : start + each]) for start in starts]

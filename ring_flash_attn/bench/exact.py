@@ -40,12 +40,7 @@ def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> 
 def errors_of(
     found: Mapping[str, Tensor], right: Mapping[str, Tensor]
 ) -> dict[str, dict[str, float]]:
-    """For each tensor max, mean, rmse, and max relative to the largest entry.
-
-    Args:
-        found: whole tensors.
-        right: what `exact` returned.
-    """
+    """Of whole tensors against `exact`: max, mean, rmse, and max relative to the largest entry."""
     errors = {}
     for name, value in found.items():
         want = right[name]

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import api
 from ..kernels.base import AUTO, NATIVE, choose_kernel, kernel_names, why_not
 from .inputs import call_of
-from .names import implementation_names as implementation_names
+from .results import implementation_names as implementation_names
 from .workload import Workload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # all (batch, seqlen, nheads, headdim)

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -140,33 +140,34 @@ def machine(device: torch.device, peak: Peak | None = None) -> dict[str, object]
         found["memory_bytes"] = gpu.total_memory
         found |= _from_nvidia_smi(str(gpu.uuid))
     if peak is not None:
-        found["peak"] = {"dtype": peak.dtype, "tflops": peak.tflops, "gbps": peak.gbps}
+        found["peak"] = asdict(peak)
     return found
 
 
 def _from_nvidia_smi(uuid: str) -> dict[str, object]:
     """What only the driver's tool knows; nothing where it is not installed or fails."""
     gpu = f"GPU-{uuid.removeprefix('GPU-')}"
-    text = _nvidia_smi(gpu, f"--query-gpu={','.join(_QUERIES.values())}")
+    query = ["nvidia-smi", f"--id={gpu}", "", "--format=csv,noheader,nounits"]
+    query[2] = f"--query-gpu={','.join(_QUERIES.values())}"
+    text = _output_of(query)
     values = [part.strip() for part in text.strip().split(",")]
     found: dict[str, object] = {
         name: value if name == "driver" else float(value)
         for name, value in zip(_QUERIES, values)
         if value and (name == "driver" or value.replace(".", "", 1).isdigit())
     }
-    processes = _nvidia_smi(gpu, "--query-compute-apps=pid").split()
+    query[2] = "--query-compute-apps=pid"
+    processes = _output_of(query).split()
     if processes:  # ours is one of them; in a container it may have another number, or none is seen
         found["other_processes"] = len(processes) - 1
     return found
 
 
-def _nvidia_smi(gpu: str, query: str) -> str:
+def _output_of(command: Sequence[str], folder: Path | None = None) -> str:
     """What it prints; nothing where it is not installed or fails."""
-    command = ["nvidia-smi", f"--id={gpu}", query, "--format=csv,noheader,nounits"]
+    options: Any = {"capture_output": True, "text": True, "timeout": 20, "check": True}
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        ).stdout
+        return str(subprocess.run(command, cwd=folder, **options).stdout)
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -178,18 +179,8 @@ def commit() -> str | None:
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=7"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found or None
+    found = _output_of(["git", "describe", "--always", "--dirty", "--abbrev=7"], folder)
+    return found.strip() or None
 
 
 def measure_peak(device: torch.device, dtype: str) -> Peak | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -62,7 +62,7 @@ def measure(
     _clear(device)
     with on_device(device):
         try:
-            inputs = _Inputs(workload, device, passes)
+            inputs = Inputs(workload, device, grad)
             for each in trials:
                 _prepare(each, inputs, graphs, report)
             able = [each for each in trials if each.failed is None]
@@ -94,13 +94,14 @@ def find_all(
     return tuple({each.name: each for each in found}.values())
 
 
-class _Inputs:
-    """Tensors that all implementations share."""
+class Inputs:
+    """Tensors that all implementations share, and the passes that they are for."""
 
-    def __init__(self, workload: Workload, device: torch.device, passes: Sequence[str]) -> None:
-        self.workload, self.device, self.passes = workload, device, passes
+    def __init__(self, workload: Workload, device: torch.device, grad: bool) -> None:
+        self.workload, self.device = workload, device
+        self.passes = PASSES if grad else (FORWARD,)
         qkv, self.dout = workload.tensors(device)
-        q, k, v = (x.requires_grad_(len(passes) > 1) for x in qkv)
+        q, k, v = (x.requires_grad_(grad) for x in qkv)
         self.leaves: QKV = (q, k, v)
 
     def gradients(self, out: Tensor, retain_graph: bool = False) -> tuple[Tensor, ...]:
@@ -110,24 +111,15 @@ class _Inputs:
 
 @dataclass
 class _Trial:
-    """One implementation, until it fails.
-
-    Attributes:
-        implementation: which.
-        attention: what it made for the workload.
-        failed: why it cannot go on.
-        note: why there are no errors.
-        works, peaks: what is timed, and its memory, by pass.
-        errors: by tensor.
-    """
+    """One implementation, until it fails."""
 
     implementation: Implementation
-    attention: Attention | None = None
-    failed: str | None = None
-    note: str | None = None
-    works: dict[str, Work] = field(default_factory=dict)
-    peaks: dict[str, int | None] = field(default_factory=dict)
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    attention: Attention | None = None  # for the workload
+    failed: str | None = None  # why it cannot go on
+    note: str | None = None  # why there are no errors
+    works: dict[str, Work] = field(default_factory=dict)  # by pass
+    peaks: dict[str, int | None] = field(default_factory=dict)  # bytes, by pass
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)  # by tensor
 
     @property
     def name(self) -> str:
@@ -146,14 +138,10 @@ class _Trial:
 
     def guarded(self, work: Work) -> Work:
         """The work, until it fails; then nothing."""
-        if not isinstance(work, Prepared):
-            return lambda: self.attempt(work)
-
-        def prepare() -> Work:
-            ready = self.attempt(work.prepare)
-            return _nothing if ready is None else self.guarded(ready)
-
-        return Prepared(prepare)
+        if isinstance(work, Prepared):
+            prepare = work.prepare
+            return Prepared(lambda: self.guarded(self.attempt(prepare) or (lambda: None)))
+        return lambda: self.attempt(work)
 
     def rows(
         self,
@@ -164,15 +152,13 @@ class _Trial:
     ) -> Iterator[Row]:
         """One for each pass; with what was found, or why there is nothing."""
         for each in passes:
+            row = Row(kind, self.name, each, workload.to_dict(), failed=self.failed)
             if self.failed is not None:
-                yield Row(kind, self.name, each, workload.to_dict(), failed=self.failed)
+                yield row
                 continue
             runs, last = samples[self.name, each], each == passes[-1]
-            yield Row(
-                kind,
-                self.name,
-                each,
-                workload.to_dict(),
+            yield replace(
+                row,
                 samples_ms=runs.device,
                 tflops=workload.flops(each) / runs.median.device / 1e9,
                 peak_bytes=self.peaks[each],
@@ -182,7 +168,7 @@ class _Trial:
             )
 
 
-def _prepare(trial: _Trial, inputs: _Inputs, graphs: bool, report: Report) -> None:
+def _prepare(trial: _Trial, inputs: Inputs, graphs: bool, report: Report) -> None:
     """Warm it up and find its memory; it has failed if it cannot."""
     reasons = trial.implementation.why_not(inputs.workload, inputs.device)
     if reasons:
@@ -195,10 +181,10 @@ def _prepare(trial: _Trial, inputs: _Inputs, graphs: bool, report: Report) -> No
         _clear(inputs.device)
 
 
-def _warm_up(trial: _Trial, inputs: _Inputs, graphs: bool) -> None:
+def _warm_up(trial: _Trial, inputs: Inputs, graphs: bool) -> None:
     """Memory of the backward pass includes the forward pass."""
     attention = trial.attention = trial.implementation.make(inputs.workload, inputs.device)
-    works = _works(attention, inputs)
+    works = make_works(attention, inputs)
     for each in inputs.passes:
         trial.peaks[each] = peak_bytes(works[BOTH if each == BACKWARD else each], inputs.device)
         if inputs.device.type != "cuda":
@@ -208,7 +194,9 @@ def _warm_up(trial: _Trial, inputs: _Inputs, graphs: bool) -> None:
     trial.works = {each: trial.guarded(works[each]) for each in inputs.passes}
 
 
-def _works(attention: Attention, inputs: _Inputs) -> dict[str, Work]:
+def make_works(attention: Attention, inputs: Inputs) -> dict[str, Work]:
+    """What is timed, by pass."""
+
     def forward() -> Tensor:
         with torch.no_grad():
             return attention(*inputs.leaves)
@@ -224,11 +212,11 @@ def _works(attention: Attention, inputs: _Inputs) -> dict[str, Work]:
     return {FORWARD: forward, BACKWARD: Prepared(backward), BOTH: both}
 
 
-def _captured(attention: Attention, inputs: _Inputs) -> dict[str, Work]:
+def _captured(attention: Attention, inputs: Inputs) -> dict[str, Work]:
     """The same as CUDA graphs."""
     stream = torch.cuda.Stream(inputs.device)
     stream.wait_stream(torch.cuda.current_stream(inputs.device))
-    works, captured = _works(attention, inputs), {}
+    works, captured = make_works(attention, inputs), {}
     with torch.cuda.stream(stream):  # gradients are computed where the forward pass was
         out = attention(*inputs.leaves)
     works[BACKWARD] = lambda: inputs.gradients(out, retain_graph=True)
@@ -240,7 +228,7 @@ def _captured(attention: Attention, inputs: _Inputs) -> dict[str, Work]:
     return captured
 
 
-def _find_errors(trials: Sequence[_Trial], inputs: _Inputs, report: Report) -> None:
+def _find_errors(trials: Sequence[_Trial], inputs: Inputs, report: Report) -> None:
     """Against fp64; times stay if that fails."""
     report("computing in fp64")
     try:
@@ -257,7 +245,7 @@ def _find_errors(trials: Sequence[_Trial], inputs: _Inputs, report: Report) -> N
             each.note = f"no errors: {_reason(error)}"
 
 
-def _tensors(trial: _Trial, inputs: _Inputs) -> dict[str, Tensor]:
+def _tensors(trial: _Trial, inputs: Inputs) -> dict[str, Tensor]:
     """out, and the gradients if there are some."""
     assert trial.attention is not None
     out = trial.attention(*inputs.leaves)
@@ -280,10 +268,6 @@ def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
         return held
 
     return replay
-
-
-def _nothing() -> None:
-    return None
 
 
 def _reason(error: BaseException) -> str:

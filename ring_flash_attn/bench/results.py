@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ..kernels.base import kernel_names
 from .workload import BACKWARD as BACKWARD
 from .workload import BOTH as BOTH
 from .workload import FORWARD as FORWARD
@@ -20,6 +21,23 @@ from .workload import PASSES as PASSES
 FORMAT = "ring_flash_attn results"
 VERSION = 1
 BENCH, COMPARE, RING, REPLAY, VERIFY = KINDS = ("bench", "compare", "ring", "replay", "verify")
+LIBRARIES = (  # that `implementations.py` compares our kernels with
+    "torch standard",
+    "SDPA flash",
+    "SDPA efficient",
+    "SDPA cuDNN",
+    "SDPA math",
+    "FlexAttention",
+    "xFormers",
+    "flash-attn 2",
+    "flash-attn 3",
+    "flash-attn 4",
+)
+
+
+def implementation_names() -> tuple[str, ...]:
+    """What rows may be of: our kernels and other libraries."""
+    return (*kernel_names(), *LIBRARIES)
 
 
 @dataclass(frozen=True)
@@ -155,9 +173,7 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        text = json.dumps(plain_json(self.to_dict()), indent=1, allow_nan=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        save_json(self.to_dict(), path)
 
 
 def plain_json(value: Any) -> Any:
@@ -167,6 +183,13 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain_json(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def save_json(value: Any, path: Path) -> None:
+    """Write plain values."""
+    text = json.dumps(plain_json(value), indent=1, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def number(value: Any) -> float | None:

@@ -70,6 +70,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Stopwatch:
     """Times one piece of work; on a GPU behind other work that lasts while it is queued."""
 
@@ -77,11 +83,9 @@ class Stopwatch:
         self._device = device
         self._cuda = device.type == "cuda"
         self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device=device) if self._cuda else None
-        self._flush_ms = self._time_flush() if self._cuda else 0.0
-
-    def _time_flush(self) -> float:
-        """ms that one takes; of two, because the first finds the device asleep."""
-        return min(self._between(lambda: self._clear(20)).device / 20 for _ in range(2))
+        if self._cuda:  # twice, because the first finds the device asleep
+            times = (self._between(lambda: self._clear(20)).device for _ in range(2))
+            self._flush_ms = min(times) / 20
 
     def _clear(self, times: int) -> None:
         assert self._flush is not None
@@ -146,7 +150,8 @@ def interleaved(
         for name in order[first:] + order[:first]:
             if number % turns[name]:
                 continue
-            for _ in range(_runs(tried[name].device, longest)):
+            runs = int(longest / max(tried[name].device, 1e-6))
+            for _ in range(max(1, min(_MOST_RUNS, runs))):
                 timing = watch.time(works[name], min(host[name], _VARIES * tried[name].host))
                 host[name] = max(host[name], timing.host)
                 found[name].append(timing)
@@ -154,10 +159,6 @@ def interleaved(
         name: Samples(tuple(each.device for each in runs), tuple(each.host for each in runs))
         for name, runs in found.items()
     }
-
-
-def _runs(own: float, longest: float) -> int:
-    return max(1, min(_MOST_RUNS, int(longest / max(own, 1e-6))))
 
 
 def _every(own: float, usual: float, rounds: int) -> int:

@@ -52,11 +52,7 @@ def judge(
 def rate_verdict(what: str, tflops: float, device: str, peak: Peak) -> Verdict:
     """On TFLOP/s: 150 and 100 on an A100 in half precision, elsewhere the same shares of the peak.
 
-    Args:
-        what: was computed.
-        tflops: the rate.
-        device: its name.
-        peak: what the device does at best in the dtype of the inputs.
+    The peak is that of the device in the dtype of the inputs.
     """
     scale = 1.0
     if _A100 not in device or peak.dtype not in ("float16", "bfloat16"):

@@ -18,18 +18,11 @@ if TYPE_CHECKING:
 
 FORWARD, BACKWARD, BOTH = PASSES = ("forward", "backward", "both")
 FLOPS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}  # of the forward pass
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 DTYPES: Mapping[str, str] = {  # by what users write: torch's name
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
+    **{name: long for long, short in SHORT_DTYPES.items() for name in (short, long)},
     "half": "float16",
-    "fp32": "float32",
-    "float32": "float32",
-    "fp64": "float64",
-    "float64": "float64",
 }
-SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _LSE_BYTES = 4
 _SEED = 0
@@ -219,9 +212,7 @@ class Workload:
     def tensors(self, device: torch.device, tokens: int | None = None) -> Any:
         """Random (q, k, v), each (batch, seqlen, nheads, headdim), and dout.
 
-        Args:
-            device: where.
-            tokens: of a rank's shard; by default all.
+        All tokens, or as many as `tokens` of a rank's shard.
         """
         import torch
 

@@ -20,24 +20,9 @@ from .usage import Command
 from .verify import verify
 
 app = typer.Typer(
-    name="rfa",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="rfa", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for command in (
-    verify,
-    info,
-    draw,
-    tune,
-    replay,
-    bench,
-    compare,
-    ring,
-    profile,
-    diff,
-    report,
-):
+for command in (verify, info, draw, tune, replay, bench, compare, ring, profile, diff, report):
     app.command(cls=Command)(command)
 
 

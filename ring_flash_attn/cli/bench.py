@@ -17,6 +17,7 @@ from .console import (
     make_table,
     mib,
     print_failures,
+    print_lines,
     repeats_on,
     running,
     screen,
@@ -60,12 +61,12 @@ def bench(
     from ..bench.machine import find_device, make_results, measure_peak
     from ..bench.measure import measure
 
-    numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
-    numbers |= {"nheads": nheads, "nheads_k": nheads_k}
+    numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
+    numbers |= {"nheads_k": nheads_k, "headdim": headdim}
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a benchmark")
-        workloads = make_workloads(preset, numbers, causal, window, dtype)
+        workloads = make_workloads(preset, causal, window, dtype, **numbers)
         names = [_find_able(kernel, each, where) for each in workloads]
     console, rounds = screen(), repeats_on(where, repeats)
     grad = not without_gradients(preset, no_grad)
@@ -83,7 +84,7 @@ def bench(
     finally:  # after Ctrl-C, too: show and write what is there
         if rows:
             results = make_results(rows, where, {"repeats": rounds}, peak)
-            _show(console, results, workloads, names, peak)
+            _show(console, results, workloads, peak)
             write(console, results, json_file)
     raise typer.Exit(int(all(row.failed is not None for row in rows)))
 
@@ -102,15 +103,11 @@ def _find_able(name: str, workload: Workload, device: torch.device) -> str:
 
 
 def _show(
-    console: Console,
-    results: Results,
-    workloads: Sequence[Workload],
-    names: Sequence[str],
-    peak: Peak | None,
+    console: Console, results: Results, workloads: Sequence[Workload], peak: Peak | None
 ) -> None:
-    console.print(f"{', '.join(dict.fromkeys(names))} on {results.device}", markup=False)
-    several = f"{len(workloads)} workloads"
-    console.print(str(workloads[0]) if len(workloads) == 1 else several, markup=False)
+    names = dict.fromkeys(row.implementation for row in results.rows)
+    what = workloads[0] if len(workloads) == 1 else f"{len(workloads)} workloads"
+    print_lines(console, (f"{', '.join(names)} on {results.device}", what))
     varying = differences(workloads)
     shares = () if peak is None else ("% of matmul", "verdict")
     times = ("min ms", "avg ms", "median ms", "max ms", "TFLOP/s peak", "avg")
@@ -122,8 +119,7 @@ def _show(
         table.add_row(*values, row.passes, *_cells(row, results.device, peak))
     console.print(table)
     print_failures(console, results.rows)
-    for line in _notes(results, peak):
-        console.print(line, markup=False)
+    print_lines(console, _notes(results, peak))
 
 
 def _cells(row: Row, device: str, peak: Peak | None) -> list[str]:

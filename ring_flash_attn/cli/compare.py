@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from ..bench.cells import MISSING, fastest, leanest, speed_up
-from ..bench.names import implementation_names
-from ..bench.results import COMPARE, FORWARD, Row, check_output
+from ..bench.results import COMPARE, FORWARD, Row, check_output, implementation_names
 from ..bench.versus import Limits, beside
 from ..kernels.base import NATIVE
 from . import options as o
@@ -21,6 +20,7 @@ from .console import (
     make_table,
     mib,
     print_failures,
+    print_lines,
     repeats_on,
     running,
     screen,
@@ -89,18 +89,23 @@ def compare(
     from ..bench.measure import check_graphs, find_all, measure
 
     left_out = ""
-    numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
-    numbers |= {"nheads": nheads, "nheads_k": nheads_k}
+    numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
+    numbers |= {"nheads_k": nheads_k, "headdim": headdim}
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a comparison")
         check_graphs(graphs, where)
-        workloads = make_workloads(preset, numbers, causal, window, dtype)
-        if versus is None and NATIVE in (names or ()):
-            versus = NATIVE
-            if not (gate or min_speed is not None or max_memory is not None):
-                names, left_out = _without_native(names or [], workloads[0], where)
-                versus = None if left_out else NATIVE
+        workloads = make_workloads(preset, causal, window, dtype, **numbers)
+        if versus is None and names and NATIVE in names:
+            others = [name for name in names if name != NATIVE]
+            gated = gate or min_speed is not None or max_memory is not None
+            try:
+                find_implementation(NATIVE, workloads[0], where)
+                versus = NATIVE
+            except NotImplementedError as error:
+                if gated or not others:
+                    raise
+                names, left_out = others, str(error)
         limits = find_limits(gate, min_speed, max_memory, versus or "", where)
         everyone = [*(names or implementation_names()), *([versus] if versus else [])]
         for each in workloads:
@@ -111,28 +116,18 @@ def compare(
     grad = not without_gradients(preset, no_grad)
     rows: list[Row] = []
     peak, passed = None, True
-    if left_out:
-        console.print(left_out, markup=False)
-    console.print(f"On {device_name(where)}, {rounds} round{'s' * (rounds > 1)}.", markup=False)
+    on = f"On {device_name(where)}, {rounds} round{'s' * (rounds > 1)}."
+    print_lines(console, [left_out, on] if left_out else [on])
     try:
         with running(console, "compare", len(workloads)) as (report, advance):
             report("measuring the peak")
             peak = measure_peak(where, workloads[0].dtype)
             for each in workloads:
-                measured = measure(
-                    everyone,
-                    each,
-                    where,
-                    kind=COMPARE,
-                    repeats=rounds,
-                    grad=grad,
-                    errors=errors,
-                    graphs=graphs,
-                    report=report,
-                )
+                how: Any = {"repeats": rounds, "grad": grad, "errors": errors, "graphs": graphs}
+                measured = measure(everyone, each, where, kind=COMPARE, report=report, **how)
                 base = find_implementation(versus, each, where).name if versus else None
-                if base is not None:
-                    bases = {row.passes: row for row in measured if row.implementation == base}
+                bases = {row.passes: row for row in measured if row.implementation == base}
+                if bases:
                     measured = [beside(row, bases[row.passes]) for row in measured]
                 _show(console, each, measured, base)
                 if base is not None:
@@ -147,22 +142,6 @@ def compare(
     if where.type == "cpu":
         console.print(ON_CPU)
     raise typer.Exit(int(not passed or all(row.failed is not None for row in rows)))
-
-
-def _without_native(
-    names: Sequence[str], workload: Workload, device: torch.device
-) -> tuple[list[str], str]:
-    """What else is named, and why, if `native` cannot do it; NotImplementedError if it is alone."""
-    from ..bench.implementations import find_implementation
-
-    try:
-        find_implementation(NATIVE, workload, device)
-    except NotImplementedError as error:
-        others = [name for name in names if name != NATIVE]
-        if not others:
-            raise
-        return others, str(error)
-    return list(names), ""
 
 
 def _check_gate(
@@ -191,16 +170,14 @@ def _show(console: Console, workload: Workload, rows: Sequence[Row], versus: str
     """A table of those that ran, who was best, and why the others did not run."""
     from ..bench.measure import CANNOT
 
-    console.print(f"\n{workload}", markup=False)
+    print_lines(console, ("", workload))
     ran = [row for row in rows if row.failed is None]
     if ran:
         names = [row.implementation for row in ran]
         base = versus or (_BASE if _BASE in names else names[0])
         tried = [row for row in rows if not (row.failed or "").startswith(CANNOT)]
         console.print(_table(tried, base))
-        console.print(f"speed-up: against {base}", markup=False)
-        for line in _best(ran):
-            console.print(line, markup=False)
+        print_lines(console, (f"speed-up: against {base}", *_best(ran)))
     print_failures(console, rows)
 
 
@@ -232,16 +209,14 @@ def _table(rows: Sequence[Row], versus: str) -> Table:
 
 def _errors(row: Row) -> list[str]:
     """Largest errors relative to the largest entry: of out, and of the gradients."""
-    relative = {name: each["relative"] for name, each in row.errors.items()}
-    gradients = [value for name, value in relative.items() if name != "out"]
-    return [_worst([relative["out"]] if relative else []), _worst(gradients)]
 
+    def worst(names: Iterable[str]) -> str:
+        values = [row.errors[name]["relative"] for name in names]
+        if any(map(math.isnan, values)):  # worse than any number
+            return "[bold red]nan[/]"
+        return f"{max(values):.1e}" if values else MISSING
 
-def _worst(values: Sequence[float]) -> str:
-    """The largest; NaN is worse than any number."""
-    if not values:
-        return MISSING
-    return "[bold red]nan[/]" if any(map(math.isnan, values)) else f"{max(values):.1e}"
+    return [worst(row.errors.keys() & {"out"}), worst(row.errors.keys() - {"out"})]
 
 
 def _best(rows: Sequence[Row]) -> Iterator[str]:

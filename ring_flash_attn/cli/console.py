@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..bench.cells import ON_CPU as ON_CPU
 from ..bench.cells import make_table as make_table
 from ..bench.cells import mib as mib
-from ..bench.results import Results, Row, plain_json
+from ..bench.results import Results, Row, save_json
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +67,12 @@ def running(console: Console, what: str, total: int) -> Iterator[tuple[Report, A
         )
 
 
+def print_lines(console: Console, lines: Iterable[object]) -> None:
+    """Plain text: brackets are no markup."""
+    for line in lines:
+        console.print(str(line), markup=False)
+
+
 def print_failures(console: Console, rows: Sequence[Row]) -> None:
     """Why some have no times or no errors, once for each reason."""
     from ..bench.measure import CANNOT
@@ -79,16 +84,11 @@ def print_failures(console: Console, rows: Sequence[Row]) -> None:
             console.print(f"[yellow]{escape(name)}[/]{escape(text)}", soft_wrap=True)
 
 
-def write(console: Console, results: Results, path: Path | None) -> None:
-    """Write results to the file that the user named, if any."""
+def write(console: Console, value: Any, path: Path | None) -> None:
+    """Write results or plain values to the file that the user named, if any; or exit code 1."""
     if path is not None:
-        _write(console, path, lambda: results.save(path))
-
-
-def write_json(console: Console, value: Any, path: Path | None) -> None:
-    """Write plain values likewise."""
-    if path is not None:
-        write_text(console, json.dumps(plain_json(value), indent=1, allow_nan=False) + "\n", path)
+        plain = value.to_dict() if isinstance(value, Results) else value
+        _write(console, path, lambda: save_json(plain, path))
 
 
 def write_text(console: Console, text: str, path: Path) -> None:
@@ -97,7 +97,6 @@ def write_text(console: Console, text: str, path: Path) -> None:
 
 
 def _write(console: Console, path: Path, save: Callable[[], object]) -> None:
-    """Exit code 1 if that fails."""
     try:
         save()
     except OSError as error:

@@ -15,7 +15,7 @@ from ..bench.cells import cell
 from ..bench.diff import BAD, Change, Outcome, compare
 from ..bench.results import Results, Row, check_output, load
 from . import options as o
-from .console import make_table, screen, usage_errors, write_json
+from .console import make_table, screen, usage_errors, write
 
 _NOISY_CODE = 3
 _STYLES = {
@@ -73,19 +73,18 @@ def diff(
         changes = compare(old, new, limit)
     console = screen()
     for line in _differences(old, new):
-        console.print(f"[yellow]{escape(line)}[/]")
+        console.print(line, style="yellow", markup=False)
     shown = [each for each in changes if show_same or each.verdict is not Outcome.SAME]
     if shown:
         console.print(_table(shown))
     console.print(_summary(changes))
-    write_json(console, [_plain(each) for each in changes], json_file)
+    write(console, [_plain(each) for each in changes], json_file)
     bad = {*BAD, Outcome.MISSING} if require_all else {*BAD}
     found = {each.verdict for each in changes}
-    if Outcome.NOISY in found:
+    noisy = Outcome.NOISY in found
+    if noisy:
         console.print("too noisy to tell: measure again with more --repeats", markup=False)
-    if found & bad:
-        raise typer.Exit(1)
-    raise typer.Exit(_NOISY_CODE if fail_on_noisy and Outcome.NOISY in found else 0)
+    raise typer.Exit(1 if found & bad else _NOISY_CODE if fail_on_noisy and noisy else 0)
 
 
 def _percent(text: str) -> float:

@@ -16,7 +16,7 @@ from ..plan import routes as _routes  # registers them
 from ..plan.layout import get_layout, layout_names
 from ..plan.problem import Problem
 from . import options as o
-from .console import usage_errors, write_json, write_text
+from .console import usage_errors, write, write_text
 from .groups import check_lengths
 from .workloads import parse_offsets, parse_window
 
@@ -82,7 +82,7 @@ def draw(
         ]
         plain = [_plain(each) for each in schedules]  # makes the plans, which may refuse it
     console = Console(highlight=False)
-    write_json(console, plain, json_file)
+    write(console, plain, json_file)
     if svg is not None:
         write_text(console, draw_svg(schedules), svg)
         return

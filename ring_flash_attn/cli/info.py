@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +15,7 @@ from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
 from . import options as o
-from .console import usage_errors, write_json
+from .console import make_table, usage_errors, write
 
 
 def info(
@@ -45,26 +44,31 @@ def info(
         for choice in (AUTO, NATIVE)
     }
     facts: dict[str, Any] = {"versions": versions(), "devices": devices(), "variables": variables()}
-    shown = {
-        name: values if isinstance(values, list) else [f"{a} {b}" for a, b in values.items()]
-        for name, values in facts.items()
-    }
     console = Console(highlight=False)
-    console.print(_facts({**shown, "block sizes": [_tuned()]}))
+    tuned, triton = _triton(call)
+    console.print(_facts({**facts, "block sizes": [tuned]}))
     console.print(
         f"Kernels for a causal call in {dtype}, headdim {headdim}, on {device or where.type}:"
     )
     console.print(_kernels(reasons))
     for choice, first in picks.items():
         console.print(f"{choice} picks: [bold]{first or 'nothing'}[/]")
-    console.print(f"triton has: {_triton_kernels(call)}", markup=False, soft_wrap=True)
-    write_json(console, {**facts, "why_not": reasons, "picks": picks}, json_file)
+    console.print(f"triton has: {triton}", markup=False, soft_wrap=True)
+    write(console, {**facts, "why_not": reasons, "picks": picks}, json_file)
+
+
+def _triton(call: Call) -> tuple[str, str]:
+    """Which file the Triton kernel's block sizes come from, and which kernels it has."""
+    if isinstance(load_kernel("triton"), str):
+        return "no triton here", "no triton here"
+    from ..kernels.triton.hopper import host
+
+    reasons = host.why_not(call)
+    portable = f"portable kernels, not those for Hopper ({'; '.join(reasons)})"
+    return _tuned(), portable if reasons else "kernels for Hopper"
 
 
 def _tuned() -> str:
-    """Which file the Triton kernel's block sizes come from, in words."""
-    if isinstance(load_kernel("triton"), str):
-        return "no triton here"
     from ..kernels.triton.config import read_tuned, tuned_file
 
     path = tuned_file()
@@ -78,29 +82,16 @@ def _tuned() -> str:
     return "\n".join([str(path), *lines])
 
 
-def _triton_kernels(call: Call) -> str:
-    """Which kernels the Triton kernel consists of, in words."""
-    if isinstance(load_kernel("triton"), str):
-        return "no triton here"
-    from ..kernels.triton.hopper import host
-
-    reasons = host.why_not(call)
-    if not reasons:
-        return "kernels for Hopper"
-    return f"portable kernels, not those for Hopper ({'; '.join(reasons)})"
-
-
-def _facts(facts: dict[str, list[str]]) -> Table:
+def _facts(facts: dict[str, list[str] | dict[str, str]]) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for title, lines in facts.items():
+    for title, values in facts.items():
+        lines = map(" ".join, values.items()) if isinstance(values, dict) else values
         table.add_row(f"[bold]{title}[/]", "\n".join(lines) or "none set")
     return table
 
 
 def _kernels(reasons: dict[str, list[str]]) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1))
-    for column in ("kernel", "can run", "why not"):
-        table.add_column(column)
+    table = make_table(("kernel", "can run", "why not"), ())
     for name, why in reasons.items():
         table.add_row(name, "[red]no[/]" if why else "[green]yes[/]", "\n".join(why))
     return table

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..bench.link import LINKS, NONE
-from ..bench.names import implementation_names
+from ..bench.results import implementation_names
 from ..bench.workload import PRESETS
 from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..plan import routes as _routes  # registers them
@@ -17,8 +17,18 @@ from ..plan.layout import layout_names
 
 del _routes
 
-_KERNELS = ", ".join((AUTO, NATIVE, *kernel_names()))
-_IMPLEMENTATIONS = ", ".join((AUTO, NATIVE, *implementation_names()))
+
+def kernel_choices() -> tuple[str, ...]:
+    """Of --kernel."""
+    return (AUTO, NATIVE, *kernel_names())
+
+
+def implementation_choices() -> tuple[str, ...]:
+    """Likewise, with other libraries."""
+    return (AUTO, NATIVE, *implementation_names())
+
+
+_KERNELS, _IMPLEMENTATIONS = ", ".join(kernel_choices()), ", ".join(implementation_choices())
 _DTYPE = "Of q, k and v: bf16, fp16, fp32, fp64."
 _LAYOUTS, _ROUTES = ", ".join(layout_names()), ", ".join(route_names())
 
@@ -28,12 +38,9 @@ Seqlen = Annotated[str | None, typer.Option(help="Tokens of each; or several: 51
 Nheads = Annotated[str | None, typer.Option(help="Query heads; or several.")]
 NheadsK = Annotated[str | None, typer.Option(help="KV heads; by default as many; or several.")]
 Headdim = Annotated[str | None, typer.Option(help="Head dimension; or several.")]
-Causal = Annotated[
-    bool | None, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
-]
-IsCausal = Annotated[
-    bool, typer.Option("--causal/--full", help="Queries see no later keys, or all.")
-]
+_CAUSAL = typer.Option("--causal/--full", help="Queries see no later keys, or all.")
+Causal = Annotated[bool | None, _CAUSAL]
+IsCausal = Annotated[bool, _CAUSAL]
 Window = Annotated[
     str | None, typer.Option(help="Keys that a query sees to the left and right: 1024,0; -1: all.")
 ]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..bench.results import check_output
 from ..kernels.base import AUTO
 from . import options as o
-from .console import ON_CPU, repeats_on, screen, status, usage_errors, write
+from .console import ON_CPU, print_lines, repeats_on, screen, status, usage_errors, write
 from .workloads import make_workloads, without_gradients
-
-if TYPE_CHECKING:
-    from ..bench.workload import Workload
 
 
 def profile(
@@ -67,12 +64,14 @@ def profile(
     from ..bench.profile.run import results
     from ..bench.profile.subject import make_subject
 
-    numbers = {"batch": batch, "seqlen": seqlen, "headdim": headdim}
-    numbers |= {"nheads": nheads, "nheads_k": nheads_k}
+    numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
+    numbers |= {"nheads_k": nheads_k, "headdim": headdim}
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a profile")
-        workload = _single(make_workloads(preset, numbers, causal, window, dtype))
+        workload, *more = make_workloads(preset, causal, window, dtype, **numbers)
+        if more:
+            raise ValueError(f"{1 + len(more)} workloads: give one number to --seqlen and the like")
         subject = make_subject(
             workload,
             where,
@@ -88,20 +87,10 @@ def profile(
     console, rounds = screen(), repeats_on(where, repeats)
     with status(console, f"profiling {subject}") as report:
         facts = run_profile(subject, output, rounds, report)
-    console.print(f"{subject}: {workload}", markup=False)
-    for number, finding in enumerate(find(facts), 1):
-        console.print(f"{number}. {finding}", markup=False)
-    for verdict in verdicts(facts):
-        console.print(str(verdict), markup=False)
-    for name, why in facts.missing.items():
-        console.print(f"no {name}: {why}", markup=False)
-    if facts.on_cpu:
-        console.print(ON_CPU, markup=False)
+    print_lines(console, [f"{subject}: {workload}"])
+    print_lines(console, (f"{number}. {each}" for number, each in enumerate(find(facts), 1)))
+    print_lines(console, verdicts(facts))
+    print_lines(console, (f"no {name}: {why}" for name, why in facts.missing.items()))
+    print_lines(console, [ON_CPU] if facts.on_cpu else [])
     console.print(f"wrote {output / SUMMARY}: start there", markup=False, soft_wrap=True)
     write(console, results(facts), json_file)
-
-
-def _single(workloads: list[Workload]) -> Workload:
-    if len(workloads) > 1:
-        raise ValueError(f"{len(workloads)} workloads: give one number to --seqlen and the like")
-    return workloads[0]

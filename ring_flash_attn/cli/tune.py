@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
 from ..bench.results import check_output
 from ..kernels.base import why_not
 from . import options as o
-from .console import screen, usage_errors, write_json
+from .console import make_table, screen, usage_errors, write
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Choice
@@ -71,11 +70,15 @@ def tune(
         found |= choices
     console.print(f"{gpu}, {seqlen} tokens, {'causal' if causal else 'full'}", markup=False)
     console.print(_table(found))
-    console.print(f"wrote {path}{_how_to_use(path)}", markup=False, soft_wrap=True)
+    read = config.tuned_path()
+    use = f"to use it, set {config.VARIABLE}={path.absolute()}"
+    if read is not None and path.absolute() == read.absolute():
+        use = "from now on it is used"
+    console.print(f"wrote {path}: {use}", markup=False, soft_wrap=True)
     if json_file is not None:
         facts = {"gpu": gpu, "versions": versions(), "commit": commit(), "seqlen": seqlen}
         plain = {name: _plain(choice) for name, choice in found.items()}
-        write_json(console, {**facts, "causal": causal, "choices": plain}, json_file)
+        write(console, {**facts, "causal": causal, "choices": plain}, json_file)
 
 
 def _check(headdims: list[int], dtype: str) -> None:
@@ -97,13 +100,13 @@ def _check(headdims: list[int], dtype: str) -> None:
 
     if INTERPRETED:
         raise ValueError("TRITON_INTERPRET is set: kernels would run on the CPU; unset it")
-    limits = [limit_of(each) for each in headdims]
-    for i, limit in enumerate(limits):
-        if limit in limits[:i]:
-            first = headdims[limits.index(limit)]
-            raise ValueError(
-                f"--headdim {first} and {headdims[i]} share one entry (up to {limit}): choose one"
-            )
+    entries: dict[int, int] = {}
+    for each in headdims:
+        limit = limit_of(each)
+        if limit in entries:
+            both = f"--headdim {entries[limit]} and {each}"
+            raise ValueError(f"{both} share one entry (up to {limit}): choose one")
+        entries[limit] = each
 
 
 def _output(output: Path | None) -> Path:
@@ -117,26 +120,14 @@ def _output(output: Path | None) -> Path:
     return path
 
 
-def _how_to_use(path: Path) -> str:
-    from ..kernels.triton.config import VARIABLE, tuned_path
-
-    read = tuned_path()
-    if read is not None and path.absolute() == read.absolute():
-        return ": from now on it is used"
-    return f": to use it, set {VARIABLE}={path.absolute()}"
-
-
 def _plain(choice: Choice) -> dict[str, Any]:
     sizes = {"default": str(choice.default), "chosen": str(choice.chosen)}
     return {**sizes, "ms_before": choice.before, "ms_after": choice.after}
 
 
 def _table(choices: Mapping[str, Choice]) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1))
-    for column in ("kernel, headdim up to, dtype", "default", "chosen"):
-        table.add_column(column)
-    for column in ("ms before", "ms after"):
-        table.add_column(column, justify="right")
+    texts = ("kernel, headdim up to, dtype", "default", "chosen")
+    table = make_table(texts, ("ms before", "ms after"))
     for name, choice in choices.items():
         same = choice.chosen == choice.default
         chosen = "the default" if same else f"[green]{choice.chosen}[/]"

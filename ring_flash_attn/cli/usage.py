@@ -11,45 +11,32 @@ import typer
 from typer.core import TyperCommand
 
 from ..bench.link import LINKS, NONE
-from ..bench.names import implementation_names
 from ..bench.workload import DTYPES, PRESETS
-from ..kernels.base import AUTO, LIBRARIES, NATIVE, kernel_names
-from ..plan import routes as _routes  # registers them
+from ..kernels.base import LIBRARIES
 from ..plan.build import route_names
 from ..plan.layout import layout_names
 from ..verify.catalogue import FEATURES
 from .groups import BACKENDS
-
-del _routes
-
-
-def _kernels() -> tuple[str, ...]:
-    return (AUTO, NATIVE, *kernel_names())
-
-
-def _implementations() -> tuple[str, ...]:
-    return (AUTO, NATIVE, *implementation_names())
-
+from .options import implementation_choices, kernel_choices
 
 # What options and arguments may be, by the name of the parameter (with its command's before it
 # where that one differs); and what a value is called.
 _CHOICES: dict[str, tuple[str, Callable[[], Collection[str]]]] = {
     "backend": ("backend", lambda: BACKENDS),
     "baseline_kernel": ("library", lambda: LIBRARIES),
-    "bench kernel": ("implementation", _implementations),
-    "compare names": ("implementation", _implementations),
-    "compare versus": ("implementation", _implementations),
+    "bench kernel": ("implementation", implementation_choices),
+    "compare names": ("implementation", implementation_choices),
+    "compare versus": ("implementation", implementation_choices),
     "dtype": ("dtype", lambda: DTYPES),
     "feature": ("feature", lambda: FEATURES),
-    "kernel": ("kernel", _kernels),
+    "kernel": ("kernel", kernel_choices),
     "layout": ("layout", layout_names),
     "layouts": ("layout", layout_names),
     "link": ("link", lambda: (NONE, *LINKS)),
     "preset": ("preset", lambda: PRESETS),
     "route": ("route", route_names),
-    "versus": ("kernel", _kernels),
+    "versus": ("kernel", kernel_choices),
 }
-
 
 # What the library says where the command line has an option.
 _PHRASES = {

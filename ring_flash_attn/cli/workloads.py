@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from ..bench.workload import FORWARD_ONLY, PRESETS, Workload
 
-_INTEGERS = ("batch", "seqlen", "nheads", "nheads_k", "headdim")
 _MOST = 1000  # workloads of one command
 
 
 def make_workloads(
     preset: str | None,
-    numbers: Mapping[str, str | None],
     causal: bool | None,
     window: str | None,
     dtype: str | None,
+    **numbers: str | None,
 ) -> list[Workload]:
-    """Every combination of what the user gave, else of the preset, else the default.
+    """Every combination of what the user wrote, else of the preset, else the default.
 
     Args:
         preset: name of one to start from.
-        numbers: by name, as the user wrote them; None: not given.
-        causal, window, dtype: the same.
+        causal, window, dtype: of all workloads; None: as in the preset.
+        numbers: one or several, such as `seqlen="512,1024"`; None: as in the preset.
 
     Raises:
         ValueError: a wrong value, by the name of its option.
@@ -36,13 +35,16 @@ def make_workloads(
     single = {"causal": causal, "window": sides, "dtype": dtype}
     changes: dict[str, Any] = {name: each for name, each in single.items() if each is not None}
     start = replace(Workload() if preset is None else PRESETS[preset], **changes)
-    texts = {name: text for name in _INTEGERS if (text := numbers.get(name)) is not None}
-    lists = {name: _numbers(name, text) for name, text in texts.items()}
+    lists: dict[str, Any] = {
+        name: _numbers(name, text) for name, text in numbers.items() if text is not None
+    }
     chosen = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
     if len(chosen) > _MOST:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in lists)
         raise ValueError(f"{options}: {len(chosen)} combinations; at most {_MOST} at a time")
-    return [_changed(start, each) for each in chosen]
+    if "nheads" in lists and "nheads_k" not in lists:  # as many KV heads
+        chosen = [{**each, "nheads_k": each["nheads"]} for each in chosen]
+    return [replace(start, **each) for each in chosen]
 
 
 def differences(workloads: Sequence[Workload]) -> list[str]:
@@ -54,13 +56,6 @@ def differences(workloads: Sequence[Workload]) -> list[str]:
 def without_gradients(preset: str | None, no_grad: bool) -> bool:
     """Whether only forward passes are wanted."""
     return no_grad or preset in FORWARD_ONLY
-
-
-def _changed(start: Workload, changes: dict[str, Any]) -> Workload:
-    """With as many KV heads as query heads, if the user changes those only."""
-    if "nheads" in changes and "nheads_k" not in changes:
-        changes = {**changes, "nheads_k": changes["nheads"]}
-    return replace(start, **changes)
 
 
 def _numbers(name: str, text: str) -> list[int]:

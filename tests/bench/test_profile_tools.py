@@ -40,16 +40,16 @@ def ranks(**changes: Any) -> Subject:
 def test_counters_of_each_kernel() -> None:
     attend, delta = read_counters(RAW)
     assert (attend.name, attend.launches, attend.ms) == ("attend", 2, 0.4)
-    assert attend.sm_percent == pytest.approx(70)  # weighted by time
-    assert attend.dram_gbps == pytest.approx(1750)
-    assert attend.tensor_percent == pytest.approx((70 * 3 + 60) / 4)
-    assert attend.registers == 168
+    assert attend.values["sm_percent"] == pytest.approx(70)  # weighted by time
+    assert attend.values["dram_gbps"] == pytest.approx(1750)
+    assert attend.values["tensor_percent"] == pytest.approx((70 * 3 + 60) / 4)
+    assert attend.values["registers"] == 168
     assert attend.stalls == (
         ("long scoreboard", pytest.approx(2.0)),
         ("barrier", pytest.approx(1.5)),
     )
-    assert delta.tensor_percent is None
-    assert delta.occupancy_percent is None
+    assert delta.values["tensor_percent"] is None
+    assert delta.values["occupancy_percent"] is None
 
 
 @pytest.mark.parametrize(

@@ -8,42 +8,31 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
 from ...trace import tracing
-from ..timing import WARM_UP
+from ..timing import WARM_UP, synchronize
 from .subject import Subject
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the last of the subject's passes."""
     subject, runs = Subject.from_dict(json.loads(arguments[0])), int(arguments[1])
-    if subject.device.type == "cuda":
+    cuda = subject.device.type == "cuda"
+    if cuda:
         torch.cuda.set_device(subject.device)
     work = subject.works()[subject.passes[-1]]
     for _ in range(WARM_UP):
         work()
-    with _captured(subject.device), tracing():
+    synchronize(subject.device)
+    with torch.cuda.profiler.profile() if cuda else nullcontext(), tracing():
         for _ in range(runs):
             work()
+        synchronize(subject.device)
     print(f"{runs} runs of {subject}")
-
-
-@contextmanager
-def _captured(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.synchronize(device)
-    torch.cuda.profiler.start()
-    try:
-        yield
-        torch.cuda.synchronize(device)
-    finally:
-        torch.cuda.profiler.stop()
 
 
 if __name__ == "__main__":

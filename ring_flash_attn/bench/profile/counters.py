@@ -3,61 +3,60 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Line = Mapping[str, str]
 _FIRST, _KERNEL = "ID", "Kernel Name"
 _TIME = "gpu__time_duration.sum"  # ns
-_STALL = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
+_STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _TENSOR = "pipe_tensor", ".pct_of_peak_sustained"
 
-METRICS = {  # a name of ours, and those that Nsight Compute's versions have for it
-    "sm_percent": ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
-    "memory_percent": ("gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",),
+# By our name: the title of a column, and what Nsight Compute's versions call it.
+METRICS: dict[str, tuple[str, ...]] = {
+    "sm_percent": ("processors %", "sm__throughput.avg.pct_of_peak_sustained_elapsed"),
+    "tensor_percent": ("tensor cores %",),  # each GPU has other names
+    "memory_percent": (
+        "memory %",
+        "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
+    ),
     "dram_percent": (
+        "DRAM %",
         "dram__throughput.avg.pct_of_peak_sustained_elapsed",
         "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
     ),
-    "dram_gbps": ("dram__bytes.sum.per_second",),  # bytes in a second
-    "l1_hit_percent": ("l1tex__t_sector_hit_rate.pct",),
-    "l2_hit_percent": ("lts__t_sector_hit_rate.pct",),
-    "occupancy_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
-    "registers": ("launch__registers_per_thread",),
+    "dram_gbps": ("DRAM GB/s", "dram__bytes.sum.per_second"),
+    "l1_hit_percent": ("L1 hits %", "l1tex__t_sector_hit_rate.pct"),
+    "l2_hit_percent": ("L2 hits %", "lts__t_sector_hit_rate.pct"),
+    "occupancy_percent": ("occupancy %", "sm__warps_active.avg.pct_of_peak_sustained_active"),
+    "registers": ("registers", "launch__registers_per_thread"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """One kernel, over all of its launches; None where there is no such counter.
+    """One kernel, over all of its launches.
 
     Attributes:
         name, launches: of the kernel.
         ms: of all launches together; slower than alone, because counters are read.
-        sm_percent, memory_percent, dram_percent: of what processors, memory (with its caches) and
-            DRAM could do.
-        dram_gbps: 10⁹ bytes a second.
-        tensor_percent: of what the tensor cores could do.
-        l1_hit_percent, l2_hit_percent: of the caches.
-        occupancy_percent: warps that are there, of those that could be.
-        registers: of a thread.
+        values: by the names in METRICS; None where there is no such counter.
         stalls: warps that wait for each that issues, by reason, most first.
     """
 
     name: str
     launches: int
     ms: float
-    sm_percent: float | None
-    memory_percent: float | None
-    dram_percent: float | None
-    dram_gbps: float | None
-    l1_hit_percent: float | None
-    l2_hit_percent: float | None
-    occupancy_percent: float | None
-    registers: float | None
-    tensor_percent: float | None
+    values: Mapping[str, float | None]
     stalls: tuple[tuple[str, float], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        first = {"name": self.name, "launches": self.launches, "ms": self.ms}
+        return {**first, **self.values, "stalls": self.stalls}
 
 
 def read_lines(text: str) -> list[Line]:
@@ -94,43 +93,26 @@ def _counters(name: str, lines: Sequence[Line]) -> Counters:
         total = sum(t for _, t in pairs)
         return sum(value * t for value, t in pairs) / total if total else None
 
-    values = {ours: mean(_reader(theirs)) for ours, theirs in METRICS.items()}
+    def first(*names: str) -> float | None:
+        return mean(lambda line: next(_numbers(line, names), None))
+
+    values = {ours: first(*theirs) for ours, (_, *theirs) in METRICS.items()}
     if values["dram_gbps"] is not None:
         values["dram_gbps"] /= 1e9
-    reasons = {column for line in lines for column in line if _is_stall(column)}
-    stalls = {each: mean(_reader((each,))) for each in reasons}
-    named = [(_reason(each), value) for each, value in stalls.items() if value]
-    return Counters(
-        name,
-        len(lines),
-        sum(times) / 1e6,
-        **values,
-        tensor_percent=mean(_tensor),
-        stalls=tuple(sorted(named, key=lambda pair: -pair[1])),
-    )
+    columns = dict.fromkeys(column for line in lines for column in line)
+    stalls = {match[1]: first(match[0]) for match in map(_STALL.fullmatch, columns) if match}
+    named = [(reason.replace("_", " "), value) for reason, value in stalls.items() if value]
+    # Pipes of the tensor cores have other names on each GPU: the busiest counts.
+    pipes = [column for column in columns if all(part in column for part in _TENSOR)]
+    values["tensor_percent"] = mean(lambda line: max(_numbers(line, pipes), default=None))
+    most_first = tuple(sorted(named, key=lambda pair: -pair[1]))
+    return Counters(name, len(lines), sum(times) / 1e6, values, most_first)
 
 
-def _reader(names: Iterable[str]) -> Callable[[Line], float | None]:
-    def read(line: Line) -> float | None:
-        found = (_number(line.get(name)) for name in names)
-        return next((value for value in found if value is not None), None)
-
-    return read
-
-
-def _tensor(line: Line) -> float | None:
-    """Of all pipes of the tensor cores, which have other names on each GPU, the busiest."""
-    names = [name for name in line if all(part in name for part in _TENSOR)]
-    values = [value for name in names if (value := _number(line[name])) is not None]
-    return max(values, default=None)
-
-
-def _is_stall(name: str) -> bool:
-    return name.startswith(_STALL[0]) and name.endswith(_STALL[1])
-
-
-def _reason(name: str) -> str:
-    return name.removeprefix(_STALL[0]).removesuffix(_STALL[1]).replace("_", " ")
+def _numbers(line: Line, names: Iterable[str]) -> Iterator[float]:
+    """Of these columns, those that there are."""
+    found = (_number(line.get(name)) for name in names)
+    return (value for value in found if value is not None)
 
 
 def _number(text: str | None) -> float | None:
@@ -141,12 +123,7 @@ def _number(text: str | None) -> float | None:
 
 
 def sections_text(text: str, sections: Sequence[str]) -> str:
-    """From `ncu --page details --csv`, for each launch some sections as plain lines.
-
-    Args:
-        text: what ncu printed.
-        sections: how the names of those that are wanted begin.
-    """
+    """From `ncu --page details --csv`, of each launch the sections whose names begin so."""
     found: list[str] = []
     launch = section = ""
     for line in read_lines(text):
@@ -158,7 +135,7 @@ def sections_text(text: str, sections: Sequence[str]) -> str:
             found += ["", f"== launch {launch}: {line[_KERNEL]}"]
         if name != section:
             section = name
-            found += ["", f"{section}"]
+            found += ["", section]
         if line.get("Metric Name"):
             value = f"{line['Metric Value']} {line.get('Metric Unit') or ''}".strip()
             found.append(f"  {line['Metric Name']:<44} {value}")

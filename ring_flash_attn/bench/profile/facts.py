@@ -23,8 +23,7 @@ class TimedPass:
     """One of the subject's passes, and how near it comes to the device's limits (the roofline).
 
     Attributes:
-        passes: which.
-        samples_ms: all runs.
+        passes, samples_ms: which, and all runs.
         host_ms: until everything was queued, median; on the CPU the same as the time.
         flops: what it computes.
         bytes: the least that it has to read and write.
@@ -80,21 +79,16 @@ class TimedPass:
     @property
     def least_ms(self) -> float | None:
         """What the nearer limit would allow."""
-        return None if self.nearest_share is None else self.ms * self.nearest_share
-
-    @property
-    def nearest_share(self) -> float | None:
-        """Of the limit that is nearer."""
         if self.compute_share is None or self.bandwidth_share is None:
             return None
-        return max(self.compute_share, self.bandwidth_share)
+        return self.ms * max(self.compute_share, self.bandwidth_share)
 
     @property
     def bound(self) -> str | None:
         """COMPUTE or BANDWIDTH if it is near that limit; else NEITHER."""
-        if self.nearest_share is None or self.ridge is None:
+        if self.least_ms is None or self.ridge is None:
             return None
-        if self.nearest_share < NEAR:
+        if self.least_ms < NEAR * self.ms:
             return NEITHER
         return COMPUTE if self.intensity >= self.ridge else BANDWIDTH
 
@@ -111,9 +105,8 @@ class Facts:
 
     Attributes:
         subject: what was profiled.
-        machine, versions: where.
+        machine: where.
         repeats: rounds of the medians.
-        peak: what the device does at best; None on the CPU.
         timed: by pass; the last one is what the files are about.
         activity: of the trace.
         overlap: of a replayed rank with a link.
@@ -124,9 +117,7 @@ class Facts:
 
     subject: Subject
     machine: Mapping[str, object]
-    versions: Mapping[str, str]
     repeats: int
-    peak: Peak | None
     timed: tuple[TimedPass, ...]
     activity: Activity
     overlap: Overlap | None
@@ -152,6 +143,6 @@ class Facts:
             "passes": {each.passes: each.to_dict() for each in self.timed},
             "activity": asdict(self.activity),
             "overlap": None if self.overlap is None else asdict(self.overlap),
-            "counters": [asdict(each) for each in self.counters],
+            "counters": [each.to_dict() for each in self.counters],
             "files": {name: self.missing.get(name, "written") for name in PARTS},
         }

@@ -91,8 +91,12 @@ class ToolFailed(Exception):
     """A tool did not do what it should; the message has its own words."""
 
 
-def run_tool(command: Sequence[str]) -> str:
-    """What it prints; ToolFailed if it cannot be run, fails or takes too long."""
+def run_tool(command: Sequence[str], report: Path | None = None) -> str:
+    """What it prints; ToolFailed if it cannot be run, fails, takes too long or leaves no report.
+
+    If we stop before its end, so do all processes that it started.
+    """
+    tool = command[0]
     try:
         process = subprocess.Popen(
             command,
@@ -104,23 +108,20 @@ def run_tool(command: Sequence[str]) -> str:
             start_new_session=True,
         )
     except OSError as error:
-        raise ToolFailed(f"{command[0]} cannot be run: {error.strerror}") from None
-    text = _output_of(process, command[0])
-    if process.returncode:
-        raise ToolFailed(f"{command[0]} failed ({process.returncode}): {own_words(text)}")
-    return text
-
-
-def _output_of(process: subprocess.Popen[str], name: str) -> str:
-    """What it prints until its end; if we stop before that, so do all processes that it started."""
+        raise ToolFailed(f"{tool} cannot be run: {error.strerror}") from None
     try:
-        return process.communicate(timeout=_SECONDS)[0]
+        text = process.communicate(timeout=_SECONDS)[0]
     except BaseException as error:  # Ctrl-C as well
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise ToolFailed(f"{name} took more than {_SECONDS:g} s") from None
+            raise ToolFailed(f"{tool} took more than {_SECONDS:g} s") from None
         raise
+    if process.returncode:
+        raise ToolFailed(f"{tool} failed ({process.returncode}): {own_words(text)}")
+    if report is not None and not report.is_file():
+        raise ToolFailed(f"{tool} left no report: {own_words(text)}")
+    return text
 
 
 def _environment() -> dict[str, str]:
@@ -138,13 +139,6 @@ def own_words(text: str) -> str:
     return f"{words} {_PERMISSION}" if _NO_PERMISSION in text else words
 
 
-def _record(command: Sequence[str], report: Path) -> None:
-    """Run a tool that has to leave a report."""
-    text = run_tool(command)
-    if not report.is_file():
-        raise ToolFailed(f"{command[0]} left no report: {own_words(text)}")
-
-
 def _why_not(tool: str, name: str, subject: Subject) -> str | None:
     if subject.device.type != "cuda":
         return f"{name} looks at NVIDIA GPUs; this ran on the CPU"
@@ -158,7 +152,7 @@ def use_nsys(subject: Subject, folder: Path, report: Callable[[str], None]) -> M
         return {parts.NSYS: reason, parts.NSYS_STATS: reason}
     report("Nsight Systems")
     try:
-        _record(nsys_command(folder, child_command(subject, _NSYS_RUNS)), folder / parts.NSYS)
+        run_tool(nsys_command(folder, child_command(subject, _NSYS_RUNS)), folder / parts.NSYS)
     except ToolFailed as error:
         return {parts.NSYS: str(error), parts.NSYS_STATS: _NO_REPORT}
     try:
@@ -180,7 +174,7 @@ def use_ncu(
         return dict.fromkeys((parts.NCU, *_SECTIONS), reason), ()
     report("Nsight Compute, which runs each kernel many times")
     try:
-        _record(ncu_command(folder, child_command(subject, _NCU_RUNS)), folder / parts.NCU)
+        run_tool(ncu_command(folder, child_command(subject, _NCU_RUNS)), folder / parts.NCU)
     except ToolFailed as error:
         return {parts.NCU: str(error), **dict.fromkeys(_SECTIONS, _NO_REPORT)}, ()
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 SUMMARY = "SUMMARY.md"
 TRACE = "trace.json"
@@ -16,45 +15,33 @@ NCU = "flash_attn_ncu_full.ncu-rep"
 NCU_MEMORY, NCU_COMPUTE = "ncu_memory_metrics.txt", "ncu_compute_metrics.txt"
 
 
-class Part(NamedTuple):
-    """A file: what is in it, and how to open it."""
-
-    holds: str
-    opened: str
-
-
 _TEXT = "any editor"
 _RESULTS = "any editor; the format of `rfa bench --json`"
-PARTS = {
-    TRACE: Part(
+PARTS = {  # by name: what is in it, and how to open it
+    TRACE: (
         "when each kernel, step and transfer began and ended (torch.profiler)",
         "https://ui.perfetto.dev, Open trace file",
     ),
-    MEMORY: Part(
+    MEMORY: (
         "which memory was taken and given back, with stacks (torch.cuda.memory)",
         "https://docs.pytorch.org/memory_viz, drop the file there",
     ),
-    MACHINE: Part("device, clocks, versions and measured peaks", _TEXT),
-    MACHINE_TEXT: Part("the same in words, and `nvidia-smi -q`", _TEXT),
-    BASELINE_TEXT: Part("times, rates and memory of this kernel alone", _TEXT),
-    BASELINE: Part("the same as a file of results", _RESULTS),
-    COMPARISON_TEXT: Part("times, memory and speed-up of all implementations", _TEXT),
-    COMPARISON: Part("the same as a file of results", _RESULTS),
-    NSYS: Part("the timeline of the whole system (Nsight Systems)", f"nsys-ui {NSYS}"),
-    NSYS_STATS: Part("its sums by kernel, call and range", _TEXT),
-    NCU: Part("all hardware counters of each kernel (Nsight Compute)", f"ncu-ui {NCU}"),
-    NCU_MEMORY: Part("its sections about memory", _TEXT),
-    NCU_COMPUTE: Part("its sections about arithmetic, stalls and occupancy", _TEXT),
+    MACHINE: ("device, clocks, versions and measured peaks", _TEXT),
+    MACHINE_TEXT: ("the same in words, and `nvidia-smi -q`", _TEXT),
+    BASELINE_TEXT: ("times, rates and memory of this kernel alone", _TEXT),
+    BASELINE: ("the same as a file of results", _RESULTS),
+    COMPARISON_TEXT: ("times, memory and speed-up of all implementations", _TEXT),
+    COMPARISON: ("the same as a file of results", _RESULTS),
+    NSYS: ("the timeline of the whole system (Nsight Systems)", f"nsys-ui {NSYS}"),
+    NSYS_STATS: ("its sums by kernel, call and range", _TEXT),
+    NCU: ("all hardware counters of each kernel (Nsight Compute)", f"ncu-ui {NCU}"),
+    NCU_MEMORY: ("its sections about memory", _TEXT),
+    NCU_COMPUTE: ("its sections about arithmetic, stalls and occupancy", _TEXT),
 }
 
 
 def prepare_folder(folder: Path, force: bool) -> None:
-    """Make it, without files of an earlier profile; ValueError if it holds anything.
-
-    Args:
-        folder: where the files go.
-        force: files of an earlier profile may be replaced; others stay.
-    """
+    """Make it; ValueError if it holds anything and no `force` replaces an earlier profile."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
     if folder.exists() and any(folder.iterdir()) and not force:

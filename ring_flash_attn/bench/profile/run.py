@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..implementations import implementation_names
-from ..link import NONE
-from ..machine import Peak, command, commit, machine, measure_peak, versions
+from ..machine import Peak, commit, machine, make_results, measure_peak, versions
 from ..measure import measure
 from ..results import BENCH, COMPARE, REPLAY, Results, Row
 from ..timing import WARM_UP, Stopwatch, interleaved, on_device, peak_bytes
@@ -25,20 +23,12 @@ from .summary import baseline_lines, comparison_lines, summary
 from .trace import Activity, Overlap, overlap, record_memory, record_trace
 
 Report = Callable[[str], None]
-_MEASURED = {  # files of rows of this kind
-    BENCH: (parts.BASELINE, parts.BASELINE_TEXT),
-    COMPARE: (parts.COMPARISON, parts.COMPARISON_TEXT),
-}
 
 
 def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Facts:
-    """Find out everything about the subject, and write it into a folder.
+    """Find out everything about the subject, and write it into a folder that exists.
 
-    Args:
-        subject: what is profiled.
-        folder: for the files; it exists.
-        repeats: rounds of the medians.
-        report: is called with what is being done.
+    Medians are of `repeats` rounds; `report` is called with what is being done.
     """
     device = subject.device
     with on_device(device):
@@ -50,18 +40,18 @@ def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Fac
         activity, missing = _record(subject, folder, report)
         found_overlap = _overlap(subject, timed[-1], report)
         measured = {}
-        for kind, names in ((BENCH, [subject.kernel]), (COMPARE, implementation_names())):
-            rows = measure(
-                names,
-                subject.share,
-                device,
-                kind=kind,
-                repeats=repeats,
-                grad=subject.grad,
-                report=report,
-            )
-            measured[kind] = tuple(rows)
-            _write_measured(_results(where, repeats, measured[kind]), subject, folder)
+        for kind, names, file in (
+            (BENCH, [subject.kernel], parts.BASELINE),
+            (COMPARE, implementation_names(), parts.COMPARISON),
+        ):
+            options: Any = {"repeats": repeats, "grad": subject.grad, "report": report}
+            rows = measure(names, subject.share, device, kind=kind, **options)
+            found = make_results(rows, device, {"repeats": repeats}, peak)
+            found.save(folder / file)
+            alone = kind == BENCH
+            lines = baseline_lines(found) if alone else comparison_lines(found, subject.kernel)
+            _write_lines((folder / file).with_suffix(".txt"), lines)
+            measured[kind] = found.rows
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the tools' processes need room
         missing |= use_nsys(subject, folder, report)
@@ -69,9 +59,7 @@ def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Fac
     facts = Facts(
         subject,
         where,
-        versions(),
         repeats,
-        peak,
         timed,
         activity,
         found_overlap,
@@ -106,13 +94,8 @@ def results(facts: Facts) -> Results:
             for each in facts.timed
         ]
     rows = (*own, *facts.baseline, *facts.comparison)
-    return replace(
-        _results(facts.machine, facts.repeats, rows), details={"profile": facts.to_dict()}
-    )
-
-
-def _results(where: Mapping[str, object], repeats: int, rows: tuple[Row, ...]) -> Results:
-    return Results(command(), where, versions(), commit(), {"repeats": repeats}, rows)
+    details, settings = {"profile": facts.to_dict()}, {"repeats": facts.repeats}
+    return make_results(rows, subject.device, settings, facts.main.peak, details)
 
 
 def _time(
@@ -122,7 +105,7 @@ def _time(
     works: dict[tuple[str, bool], Any] = {
         (name, True): work for name, work in subject.works().items()
     }
-    linked = subject.link != NONE
+    linked = subject.placement.link is not None
     if linked:
         works |= {(name, False): work for name, work in subject.works(linked=False).items()}
     samples = interleaved(works, Stopwatch(subject.device), repeats, report)
@@ -130,21 +113,11 @@ def _time(
     found = []
     for name in subject.passes:
         runs = samples[name, True]
-        exposed = None
-        if linked:
-            exposed = runs.median.device - samples[name, False].median.device
-        found.append(
-            TimedPass(
-                name,
-                runs.device,
-                runs.median.host,
-                subject.flops(name),
-                subject.least_bytes(name),
-                peak,
-                peak_bytes(bare[name], subject.device),
-                exposed,
-            )
-        )
+        ms, host_ms = runs.median.device, runs.median.host
+        exposed = ms - samples[name, False].median.device if linked else None
+        work, memory = subject.flops(name), peak_bytes(bare[name], subject.device)
+        least = subject.least_bytes(name)
+        found.append(TimedPass(name, runs.device, host_ms, work, least, peak, memory, exposed))
     return tuple(found)
 
 
@@ -161,7 +134,7 @@ def _record(subject: Subject, folder: Path, report: Report) -> tuple[Activity, M
 
 def _overlap(subject: Subject, timed: TimedPass, report: Report) -> Overlap | None:
     """Of a rank with a link, in the passes that are profiled."""
-    if subject.link == NONE:
+    if subject.placement.link is None:
         return None
     report("when transfers and kernels ran")
     rank, watch = subject.one_rank(linked=True), Stopwatch(subject.device)
@@ -171,19 +144,14 @@ def _overlap(subject: Subject, timed: TimedPass, report: Report) -> Overlap | No
     return overlap(rank.recorded(subject.grad))
 
 
-def _write_measured(results: Results, subject: Subject, folder: Path) -> None:
-    """As a file of results, and as text."""
-    kind = results.rows[0].kind
-    file, text = (folder / name for name in _MEASURED[kind])
-    results.save(file)
-    lines = baseline_lines(results) if kind == BENCH else comparison_lines(results, subject.kernel)
-    text.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def _write_lines(file: Path, lines: Iterable[str]) -> None:
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _write_machine(where: Mapping[str, object], folder: Path) -> None:
     found = versions()
-    text = json.dumps({"machine": where, "versions": found, "commit": commit()}, indent=1)
-    (folder / parts.MACHINE).write_text(text + "\n", encoding="utf-8")
+    plain = {"machine": where, "versions": found, "commit": commit()}
+    _write_lines(folder / parts.MACHINE, [json.dumps(plain, indent=1)])
     lines = [f"{name}: {value}" for group in (where, found) for name, value in group.items()]
     try:
         query = subprocess.run(
@@ -191,5 +159,4 @@ def _write_machine(where: Mapping[str, object], folder: Path) -> None:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         query = f"nvidia-smi -q says nothing here: {error}"
-    all_lines = "\n".join([*lines, "", query])
-    (folder / parts.MACHINE_TEXT).write_text(all_lines + "\n", encoding="utf-8")
+    _write_lines(folder / parts.MACHINE_TEXT, [*lines, "", query])

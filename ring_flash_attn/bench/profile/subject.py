@@ -14,6 +14,7 @@ from ...plan.build import make_plan
 from ..implementations import find_implementation
 from ..inputs import call_of, problem_of
 from ..link import NONE, find_link
+from ..measure import Inputs, make_works
 from ..replays.rank import LibraryRanks, ReplayedRank
 from ..replays.run import check_ranks, check_replay
 from ..timing import Work
@@ -54,11 +55,6 @@ class Subject:
         return self.placement.kernel
 
     @property
-    def link(self) -> str:
-        """Its name; "none": communication is removed."""
-        return self.placement.link_name
-
-    @property
     def share(self) -> Workload:
         """What one device computes: the call, or a rank's own tokens."""
         return self.workload.share(self.world_size)
@@ -80,28 +76,13 @@ class Subject:
     def works(self, linked: bool = True, keep_buffers: bool = True) -> dict[str, Work]:
         """What a user calls, for each of `passes`; for memory, a rank must not keep buffers."""
         if self.world_size == 1:
-            found = self._on_one_device()
+            implementation = find_implementation(self.kernel, self.workload, self.device)
+            attention = implementation.make(self.workload, self.device)
+            found = make_works(attention, Inputs(self.workload, self.device, self.grad))
         else:
             rank = self.one_rank(linked, keep_buffers)
             found = {FORWARD: rank.forward, BOTH: rank.both}
         return {name: found[name] for name in self.passes}
-
-    def _on_one_device(self) -> dict[str, Work]:
-        (q, k, v), dout = self.workload.tensors(self.device)
-        leaves = [x.requires_grad_(self.grad) for x in (q, k, v)]
-        attention = find_implementation(self.kernel, self.workload, self.device).make(
-            self.workload, self.device
-        )
-
-        def forward() -> object:
-            with torch.no_grad():
-                return attention(q, k, v)
-
-        def both() -> object:
-            out = attention(q, k, v)
-            return out, torch.autograd.grad(out, leaves, dout)
-
-        return {FORWARD: forward, BOTH: both}
 
     # What it comes to.
 
@@ -129,7 +110,7 @@ class Subject:
 
     def place(self) -> dict[str, Any]:
         """The placement of the rank, as in rows of results."""
-        return {**self.placement.to_dict(), "rank": self.rank, "link": self.link}
+        return {**self.placement.to_dict(), "rank": self.rank, "link": self.placement.link_name}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -181,13 +162,8 @@ def make_subject(
     workload = replace(workload, seqlen=workload.seqlen * world_size)
     placement = check_replay(workload, placement, device)
     if rank is None:
-        rank = _busiest_rank(workload, placement)
+        problem = problem_of(workload, placement)
+        pairs = [make_plan(placement.route, problem, each).pairs for each in range(world_size)]
+        rank = max(range(world_size), key=lambda each: (pairs[each], each))  # the last merges most
     (rank,) = check_ranks([rank], world_size)
     return Subject(workload, placement, device, rank, grad)
-
-
-def _busiest_rank(workload: Workload, placement: Placement) -> int:
-    """The one with most pairs to compute; of several the last, which merges most."""
-    problem = problem_of(workload, placement)
-    ranks = range(placement.world_size)
-    return max(ranks, key=lambda rank: (make_plan(placement.route, problem, rank).pairs, rank))

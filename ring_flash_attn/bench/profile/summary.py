@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..cells import ON_CPU, cell, fastest, leanest, mib, run_times, speed_up
+from ..machine import versions
 from ..results import Results
 from ..verdicts import POOR
-from .counters import Counters
+from .counters import METRICS, Counters
 from .facts import Facts, TimedPass
 from .findings import find, passes_name, short, verdicts
 from .parts import PARTS
@@ -15,35 +16,14 @@ from .trace import Used
 
 _KERNELS, _RANGES, _STALLS = 12, 12, 3
 _NONE = "–"
-_COUNTERS = {  # columns, by the name in `Counters`
-    "sm_percent": "processors %",
-    "tensor_percent": "tensor cores %",
-    "memory_percent": "memory %",
-    "dram_percent": "DRAM %",
-    "dram_gbps": "DRAM GB/s",
-    "l1_hit_percent": "L1 hits %",
-    "l2_hit_percent": "L2 hits %",
-    "occupancy_percent": "occupancy %",
-    "registers": "registers",
-}
 _WIDTHS = (28, 14, 14, 14)  # of columns of plain lines
 
 
 def summary(facts: Facts) -> str:
     """The whole text."""
-    sections = (
-        _head,
-        _findings,
-        _verdicts,
-        _passes,
-        _kernels,
-        _overlap,
-        _counters,
-        _comparison,
-        _files,
-    )
-    lines = [line for section in (*sections, _notes) for line in section(facts)]
-    return "\n".join(lines) + "\n"
+    opening = (_head, _findings, _verdicts, _passes, _kernels)
+    sections = (*opening, _overlap, _counters, _comparison, _files, _notes)
+    return "\n".join(line for section in sections for line in section(facts)) + "\n"
 
 
 def _head(facts: Facts) -> Iterator[str]:
@@ -53,7 +33,9 @@ def _head(facts: Facts) -> Iterator[str]:
     tokens = "" if subject.world_size == 1 else " for each rank"
     yield f"{subject.share}{tokens}, on {facts.machine['device']}. Start here."
     if subject.world_size > 1:
-        link = "communication is removed" if subject.link == "none" else f"link {subject.link}"
+        link = "communication is removed"
+        if subject.placement.link is not None:
+            link = f"link {subject.placement.link_name}"
         yield f"A replay: no other rank was there, what it receives is random data, {link}."
     if facts.on_cpu:
         yield ON_CPU
@@ -76,7 +58,7 @@ def _table(
 
 
 def _verdicts(facts: Facts) -> Iterator[str]:
-    found = verdicts(facts)
+    found = list(verdicts(facts))
     if not found:
         return
     yield from ("", "## Verdicts")
@@ -92,11 +74,11 @@ def _passes(facts: Facts) -> Iterator[str]:
     more = ("FLOP/byte", "bound by", "least ms", "exposed ms", "MiB")
     yield from _table((*head, *more), map(_pass, facts.timed))
     yield ""
-    ridge = facts.main.ridge
-    if facts.peak is not None and ridge is not None:
+    peak, ridge = facts.main.peak, facts.main.ridge
+    if peak is not None and ridge is not None:
         yield (
-            f"Measured peaks: {facts.peak.tflops:.4g} TFLOP/s (product of large matrices), "
-            f"{facts.peak.gbps:.4g} GB/s (copy, bytes read and written). Above {ridge:.0f} "
+            f"Measured peaks: {peak.tflops:.4g} TFLOP/s (product of large matrices), "
+            f"{peak.gbps:.4g} GB/s (copy, bytes read and written). Above {ridge:.0f} "
             "FLOP/byte arithmetic is the limit, below it memory; least ms is what the nearer "
             "limit allows."
         )
@@ -166,12 +148,18 @@ def _counters(facts: Facts) -> Iterator[str]:
     if not facts.counters:
         return
     yield from ("", "## Hardware counters (Nsight Compute)")
-    head = ("kernel", "launches", "ms", *_COUNTERS.values(), "waits most for")
+    head = (
+        "kernel",
+        "launches",
+        "ms",
+        *(title for title, *_ in METRICS.values()),
+        "waits most for",
+    )
     yield from _table(head, map(_counter, facts.counters[:_KERNELS]))
 
 
 def _counter(each: Counters) -> list[str]:
-    values = (cell(getattr(each, name), ".4g", _NONE) for name in _COUNTERS)
+    values = (cell(each.values[name], ".4g", _NONE) for name in METRICS)
     stalls = ", ".join(f"{reason} {warps:.2f}" for reason, warps in each.stalls[:_STALLS])
     return [f"`{short(each.name)}`", str(each.launches), f"{each.ms:.3f}", *values, stalls or _NONE]
 
@@ -195,13 +183,12 @@ def _comparison(facts: Facts) -> Iterator[str]:
 
 def _files(facts: Facts) -> Iterator[str]:
     yield from ("", "## Files")
-    there = (name for name in PARTS if name not in facts.missing)
-    rows = ([f"`{name}`", PARTS[name].holds, PARTS[name].opened] for name in there)
+    rows = ([f"`{name}`", *part] for name, part in PARTS.items() if name not in facts.missing)
     yield from _table(("file", "what is in it", "how to open it"), rows, "---")
     if facts.missing:
         yield from ("", "## What is missing", "")
         for name, why in facts.missing.items():
-            yield f"- `{name}` ({PARTS[name].holds}): {why}."
+            yield f"- `{name}` ({PARTS[name][0]}): {why}."
 
 
 def _notes(facts: Facts) -> Iterator[str]:
@@ -209,8 +196,7 @@ def _notes(facts: Facts) -> Iterator[str]:
     yield "- Times: without any profiler, behind work that lasts while they are queued (GPU)."
     yield "- Trace, memory and counters: runs of their own, which profilers slow down."
     yield "- The ranges of the trace are named by this library; RFA_NVTX=1 turns them on anywhere."
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    yield f"- Versions: {versions}."
+    yield f"- Versions: {', '.join(map(' '.join, versions().items()))}."
 
 
 # Plain lines: one kernel alone, and all implementations.

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ...trace import tracing
 from ..replays.results import COMPUTE, TRANSFERS, Bar
-from ..timing import WARM_UP, Work
+from ..timing import WARM_UP, Work, synchronize
 
 RUNS = 3  # in a trace
 _EVENTS = 100_000  # of the memory that are recorded
@@ -78,7 +78,7 @@ def read_trace(path: Path, runs: int) -> Activity:
     streams: dict[str, list[Interval]] = defaultdict(list)
     for event in device:
         streams[str(event.get("args", {}).get("stream", "?"))].append(_interval(event))
-    alone = [(event["name"], _interval(event)[1] - _interval(event)[0]) for event in device]
+    alone = [(event["name"], float(event["dur"]) / 1e3) for event in device]
     return Activity(
         bool(device),
         runs,
@@ -171,16 +171,12 @@ class Overlap:
 
 def overlap(bars: Sequence[Bar]) -> Overlap:
     """Of a timeline, which is not empty."""
-    lanes = {
-        lane: union((bar.start, bar.end) for bar in bars if bar.lane == lane)
+    compute, transfers = (
+        union((bar.start, bar.end) for bar in bars if bar.lane == lane)
         for lane in (COMPUTE, TRANSFERS)
-    }
-    return Overlap(
-        length(lanes[COMPUTE]),
-        length(lanes[TRANSFERS]),
-        common(lanes[COMPUTE], lanes[TRANSFERS]),
-        max(bar.end for bar in bars) - min(bar.start for bar in bars),
     )
+    span = max(bar.end for bar in bars) - min(bar.start for bar in bars)
+    return Overlap(length(compute), length(transfers), common(compute, transfers), span)
 
 
 # Recording.
@@ -188,16 +184,14 @@ def overlap(bars: Sequence[Bar]) -> Overlap:
 
 def record_trace(work: Work, device: torch.device, path: Path) -> Activity:
     """Write a trace of a few runs, and say what is in it."""
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
     for _ in range(WARM_UP):
         work()
-    _synchronize(device)
+    synchronize(device)
     with profile(activities=activities) as recorded, tracing():
         for _ in range(RUNS):
             work()
-        _synchronize(device)
+        synchronize(device)
     recorded.export_chrome_trace(str(path))
     return read_trace(path, RUNS)
 
@@ -205,16 +199,11 @@ def record_trace(work: Work, device: torch.device, path: Path) -> Activity:
 def record_memory(work: Work, device: torch.device, path: Path) -> None:
     """Write which memory was taken and given back in one run; for CUDA alone."""
     work()
-    _synchronize(device)
+    synchronize(device)
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=_EVENTS)
     try:
         work()
-        _synchronize(device)
+        synchronize(device)
         torch.cuda.memory._dump_snapshot(str(path))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
