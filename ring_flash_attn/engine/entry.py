@@ -120,6 +120,30 @@ def run_documents(
     return run_on_group(route, problem, *shard, opts, group, same, packed=True)
 
 
+def run_anything(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    route: str,
+    cu_seqlens: CuSeqlens | None,
+    cu_seqlens_k: CuSeqlens | None,
+    seqlen: int | None,
+    seqlen_k: int | None,
+    **options: Any,
+) -> Output:
+    """A batch, or with cu_seqlens packed documents, spread over the group."""
+    if cu_seqlens is None:
+        if cu_seqlens_k is not None:
+            raise ValueError("cu_seqlens_k is given without cu_seqlens")
+        return run_batch(layout, route, q, k, v, seqlen=seqlen, seqlen_k=seqlen_k, **options)
+    if seqlen is not None or seqlen_k is not None:
+        raise ValueError("seqlen and seqlen_k go with a batch, not with cu_seqlens")
+    options |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+    return run_documents(layout, route, q, k, v, **options)
+
+
 def run_llama3(
     q: Tensor,
     k: Tensor,
