@@ -56,7 +56,6 @@ class Family:
     signature: Signature
     summary: str
     forms: tuple[str, ...] = ("func", "kvpacked_func", "qkvpacked_func")
-    drop: tuple[str, ...] = ()  # parameters of the signature that these forms do not have
     note: str = ""
 
     @property
@@ -141,10 +140,9 @@ FAMILIES = (
         "flash_attn_varlen",
         "",
         "",
-        _s.SINGLE_DOCUMENTS,
+        _s.SINGLE_DOCUMENTS_KV,
         "Attention over packed documents on one device, as in flash_attn.",
         forms=("kvpacked_func",),
-        drop=("block_table",),
     ),
     Family(
         "flash_attn_varlen",
@@ -233,8 +231,7 @@ def _functions() -> Iterator[Function]:
 def _function(family: Family, form: str, prefix: str) -> Function:
     tensors, unpacking = _FORMS[form]
     signature = family.signature
-    hidden = {*family.drop, "kernel"} if prefix else set(family.drop)
-    order = [name for name in signature.order.split() if name not in hidden]
+    order = [name for name in signature.order.split() if not (prefix and name == "kernel")]
     heads = {head.partition(":")[0]: head for head, _ in (*signature.own, *signatures.COMMON)}
     point = [repr(family.layout), repr(family.route)] if signature.takes_point else []
     named = [f"{name}={name}" for name in order if name != "*"]

@@ -6,7 +6,7 @@ A parameter is written as it stands in the head of the function, and with what t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..engine import entry
 from ..engine.prepare import Output
@@ -57,7 +57,7 @@ class Signature:
         run: takes q, k, v, and all else by name.
         out: shape of the output.
         order: names of parameters after those of q, k and v; * as in Python.
-        own: parameters that are not in `COMMON`.
+        own: parameters that are not in `COMMON`, in the order of the docstring.
         about: what the docstring says after its first sentence.
         takes_point: whether `run` takes layout and route first.
     """
@@ -147,6 +147,9 @@ SINGLE_DOCUMENTS = Signature(
         ),
     ),
     takes_point=False,
+)
+SINGLE_DOCUMENTS_KV = replace(  # no block_table there
+    SINGLE_DOCUMENTS, order="cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k " + _SINGLE
 )
 SINGLE_DOCUMENTS_QKV = Signature(
     "single_documents_qkv",

@@ -52,9 +52,8 @@ class Span:
         return self._with(self.start + skipped, length, self.position + tokens, self.index + tokens)
 
     def _with(self, start: int, length: int, position: int, index: int) -> Span:
-        return Span(
-            start, length, position, self.stride, self.document, index
-        )  # fast: packs are long
+        # not `replace`, which is slow: packs are long
+        return Span(start, length, position, self.stride, self.document, index)
 
 
 @dataclass(frozen=True, slots=True)
