@@ -139,9 +139,7 @@ def forward(
 
 
 def _run(
-    prepared: PreparedCall,
-    buffer_plans: Sequence[BufferPlan],
-    passes: Sequence[Pass],
+    prepared: PreparedCall, buffer_plans: Sequence[BufferPlan], passes: Sequence[Pass]
 ) -> None:
     """One pass of all ranks of this process."""
     ranks = prepared.ranks

@@ -89,7 +89,7 @@ def _short(lengths: Sequence[int]) -> str:
 
 def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: AnyProblem) -> Call:
     """Everything but dropout's seed; ValueError for slopes or a sink that do not fit q."""
-    slopes = checks.check_alibi(opts.alibi_slopes, q)
+    checks.check_alibi(opts.alibi_slopes, q)
     checks.check_sink(opts.sink, q)
     return Call(
         device=q.device,
@@ -101,7 +101,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: AnyProblem) -
         softmax_scale=q.shape[3] ** -0.5 if opts.softmax_scale is None else opts.softmax_scale,
         mask=opts.mask,
         softcap=opts.softcap,
-        alibi_slopes=slopes,
+        alibi_slopes=opts.alibi_slopes,
         dropout_p=opts.dropout_p,
         sink=opts.sink is not None,
         deterministic=opts.deterministic,
@@ -177,14 +177,7 @@ def prepare_rank(
 ) -> PreparedCall:
     """What runs one rank of many on this shard, or others of its shape, whoever the others are.
 
-    Args:
-        route: its name.
-        problem: what all ranks compute together.
-        rank: which of them.
-        shard: q, k, v of this rank.
-        opts: everything else.
-        transport: makes this rank's end of the group for each pass.
-        pool: where buffers come from.
+    `transport` makes this rank's end of the group for each pass, and buffers come from `pool`.
     """
     local = replace(_plan(route, problem, rank, transport), pool=pool)
     _check_shard(problem, local, *shard[:2])
