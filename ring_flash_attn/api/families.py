@@ -51,10 +51,10 @@ class Family:
     """Functions that differ only in how q, k and v come, and in the kernel."""
 
     name: str
-    layout: str
-    route: str
     signature: Signature
     summary: str
+    layout: str = ""  # and no route: on one device, or whatever the caller says
+    route: str = ""
     forms: tuple[str, ...] = ("func", "kvpacked_func", "qkvpacked_func")
     note: str = ""
 
@@ -66,27 +66,27 @@ class Family:
 
 _s = signatures
 FAMILIES = (
-    Family("ring_flash_attn", "contiguous", "ring", _s.BATCH, "Ring attention, contiguous shards."),
+    Family("ring_flash_attn", _s.BATCH, "Ring attention, contiguous shards.", "contiguous", "ring"),
     Family(
         "zigzag_ring_flash_attn",
-        "zigzag",
-        "ring",
         _s.BATCH,
         "Ring attention, zigzag shards: rank r holds parts r and 2W-1-r of 2W.",
+        "zigzag",
+        "ring",
     ),
     Family(
         "stripe_flash_attn",
-        "stripe",
-        "ring",
         _s.BATCH,
         "Ring attention, striped shards: rank r holds every W-th token from r on.",
+        "stripe",
+        "ring",
     ),
     Family(
         "ring_flash_attn",
-        "contiguous",
-        "query_ring",
         _s.BATCH,
         "Ring attention, contiguous shards, in which queries travel and keys and values stay.",
+        "contiguous",
+        "query_ring",
         forms=("qkvpacked_func_v2",),
         note="The historic function of this name was a variant of neighbour hops that sent keys "
         "and values. Here it is the query ring: q, its output and its gradients travel. The "
@@ -94,68 +94,60 @@ FAMILIES = (
     ),
     Family(
         "ring_flash_attn_varlen",
-        "contiguous",
-        "ring",
         _s.LOCAL_DOCUMENTS,
         "Ring attention, packed documents, each in contiguous shards.",
+        "contiguous",
+        "ring",
     ),
     Family(
         "zigzag_ring_flash_attn_varlen",
-        "zigzag",
-        "ring",
         _s.LOCAL_DOCUMENTS,
         "Ring attention, packed documents, each in zigzag shards.",
+        "zigzag",
+        "ring",
     ),
     Family(
         "stripe_flash_attn_varlen",
-        "stripe",
-        "ring",
         _s.DOCUMENTS,
         "Ring attention, packed documents, each in striped shards.",
+        "stripe",
+        "ring",
     ),
     Family(
         "zigzag_llama3_flash_attn_varlen",
-        "zigzag",
-        "all_gather",
         _s.GATHERED_DOCUMENTS,
         "All-gather attention, packed documents, each in zigzag shards.",
+        "zigzag",
+        "all_gather",
     ),
     Family(
         "llama3_flash_attn_varlen",
-        "flat_contiguous",
-        "all_gather",
         _s.LLAMA3,
         "All-gather attention, packed documents, the stream in contiguous equal shards.",
+        "flat_contiguous",
+        "all_gather",
     ),
-    Family("flash_attn", "", "", _s.SINGLE, "Attention on one device, as in flash_attn."),
+    Family("flash_attn", _s.SINGLE, "Attention on one device, as in flash_attn."),
     Family(
         "flash_attn_varlen",
-        "",
-        "",
         _s.SINGLE_DOCUMENTS,
         "Attention over packed documents on one device, as in flash_attn.",
         forms=("func",),
     ),
     Family(
         "flash_attn_varlen",
-        "",
-        "",
         _s.SINGLE_DOCUMENTS_KV,
         "Attention over packed documents on one device, as in flash_attn.",
         forms=("kvpacked_func",),
     ),
     Family(
         "flash_attn_varlen",
-        "",
-        "",
         _s.SINGLE_DOCUMENTS_QKV,
         "Attention over packed documents on one device, as in flash_attn.",
         forms=("qkvpacked_func",),
     ),
     Family(
         "ring_attention",
-        "",
-        "",
         _s.ANYTHING,
         "Exact attention over the ranks of a group: any layout, route and kernel.",
         forms=("",),

@@ -6,7 +6,6 @@ than calling the kernel.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,7 +134,7 @@ def _prepared(
         lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     prepared, shard = prepare_single(q, k, v, lengths, options)
     if options["dropout_p"]:
-        prepared = replace(prepared, call=replace(prepared.call, seed=seed))
+        prepared = prepared.changed(seed=seed)
     return prepared, shard
 
 

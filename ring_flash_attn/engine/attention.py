@@ -44,13 +44,17 @@ class LocalRank:
 class PreparedCall:
     """A call, ready to run: its ranks in this process, the kernel, what the kernel must know.
 
-    `where` is for profilers: names of layout and route.
+    `where` is for profilers: names of layout and route, or "one device".
     """
 
     ranks: tuple[LocalRank, ...]
     kernel: Kernel
     call: Call
     where: tuple[str, ...] = ("one device",)
+
+    def changed(self, **changes: Any) -> PreparedCall:
+        """The same, with other values of `call`."""
+        return replace(self, call=replace(self.call, **changes))
 
 
 def attention(
@@ -88,7 +92,7 @@ class _Attention(torch.autograd.Function):
         slopes = prepared.call.alibi_slopes
         if slopes is not None:  # saved as a tensor, so that autograd notices if it is changed
             slopes = slopes.clone() if slopes.is_inference() else slopes
-            prepared = replace(prepared, call=replace(prepared.call, alibi_slopes=None))
+            prepared = prepared.changed(alibi_slopes=None)
         ctx.prepared = prepared
         ctx.save_for_backward(sink, slopes, *flat, *outs, *lses)
         ctx.set_materialize_grads(False)
@@ -107,7 +111,7 @@ class _Attention(torch.autograd.Function):
         count = len(prepared.ranks)
         sink, slopes, *saved = ctx.saved_tensors
         if slopes is not None:
-            prepared = replace(prepared, call=replace(prepared.call, alibi_slopes=slopes))
+            prepared = prepared.changed(alibi_slopes=slopes)
         outs, lses = saved[3 * count : 4 * count], saved[4 * count :]
         results = list(zip(outs, lses, strict=True))
         douts = list(zip(grads[:count], grads[count:], strict=True))

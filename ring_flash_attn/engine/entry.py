@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -229,10 +228,8 @@ def run_single_documents_qkv(
     return _on_one_device(q, k, v, (lengths, lengths), options)
 
 
-_READY = 64  # plans of long packs are large
-_ready: Cache[tuple[object, ...], PreparedCall] = Cache(
-    _READY
-)  # by all that checks and plan depend on
+# By all that checks and plan depend on; few, as plans of long packs are large.
+_ready: Cache[tuple[object, ...], PreparedCall] = Cache(64)
 
 
 def _on_one_device(
@@ -267,9 +264,7 @@ def prepare_single(
     if prepared is not None:
         shard = (q[None], k[None], v[None]) if packed else (q, k, v)
         if prepared.call.alibi_slopes is not None:
-            prepared = replace(
-                prepared, call=replace(prepared.call, alibi_slopes=options["alibi_slopes"])
-            )
+            prepared = prepared.changed(alibi_slopes=options["alibi_slopes"])
         return prepared, shard
     opts = Options(**options)
     shard = _prepare(q, k, v, packed)
