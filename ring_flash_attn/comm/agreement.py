@@ -72,12 +72,7 @@ def check_mode() -> str:
 
 
 def call_failed(group: ProcessGroup, progress: str) -> None:
-    """Note that a call ended in the middle: the next one asks whether it did on all ranks.
-
-    Args:
-        group: the ranks.
-        progress: how far it got, or UNDER_WAY.
-    """
+    """Note how far a call got that has failed: the next one asks whether it did on all ranks."""
     _failed[group] = progress
 
 

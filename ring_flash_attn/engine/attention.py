@@ -60,15 +60,10 @@ class PreparedCall:
 def attention(
     prepared: PreparedCall, shards: Sequence[QKV], sink: Tensor | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Exact attention over the shards of all ranks; differentiable in q, k, v and sink.
+    """Exact attention over the shards of all ranks; differentiable in q, k, v and sink (nheads,).
 
-    Args:
-        prepared: what is to be done.
-        shards: for each rank of this process q (batch, seqlen_q, nheads, headdim), k and v.
-        sink: (nheads,) or None.
-
-    Returns:
-        For each rank of this process out, like q, and lse (batch, nheads, seqlen_q).
+    Takes q (batch, seqlen_q, nheads, headdim), k and v of each rank of this process, and returns
+    out, like q, and lse (batch, nheads, seqlen_q).
     """
     flat = [tensor for shard in shards for tensor in shard]
     inputs = flat if sink is None else [*flat, sink]

@@ -254,11 +254,10 @@ def prepare_single(
 ) -> tuple[PreparedCall, QKV]:
     """What does a call on one device, and its tensors; checked and planned once for all like it."""
     packed = lengths is not None
-    _check_all(q, k, v)
+    q, k, v = _cast(q, k, v)
     for name in ("alibi_slopes", "sink"):
         if options.get(name) is not None:
             checks.check_tensor(name, options[name])
-    q, k, v = in_autocast_dtype(q, k, v)
     key = _key(q, k, v, lengths, options)
     prepared = _ready.get(key) if key is not None else None
     if prepared is not None:
@@ -330,16 +329,17 @@ def _prepare_shard(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
     return q, k, v
 
 
-def _check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _cast(q: Tensor, k: Tensor, v: Tensor) -> QKV:
+    """In autocast's dtype; TypeError unless all three are tensors."""
     checks.check_tensor("q", q)
     checks.check_tensor("k", k)
     checks.check_tensor("v", v)
+    return in_autocast_dtype(q, k, v)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
     """Checked, in autocast's dtype, as (batch, seqlen, nheads, headdim)."""
-    _check_all(q, k, v)
-    q, k, v = in_autocast_dtype(q, k, v)
+    q, k, v = _cast(q, k, v)
     checks.check_tensors(q, k, v, packed)
     return (q[None], k[None], v[None]) if packed else (q, k, v)
 

@@ -95,14 +95,7 @@ class Pass(Protocol):
 
 
 class Executor:
-    """Runs the plan of one rank: its buffers, its messages, and the launches of a pass.
-
-    Args:
-        work: the pass.
-        buffer_plan: the steps of this rank, and where shards lie.
-        transport: this rank's end of the group.
-        pool: where buffers come from.
-    """
+    """Runs the plan of one rank: its buffers, its messages, and the launches of a pass."""
 
     def __init__(
         self, work: Pass, buffer_plan: BufferPlan, transport: Transport, pool: Pool
