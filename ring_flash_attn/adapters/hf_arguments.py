@@ -95,12 +95,8 @@ def check_positions(
     up to the end of the sequence are padding, whether it is part of the last document or one of
     its own.
 
-    Args:
-        position_ids: (1, size), or (axes, 1, size) of multimodal models. With several axes only
-            this is known: all are 0 at the start of a document, and nowhere else.
-        size: tokens of this rank.
-        documents: `cu_seqlens_q`, `cu_seqlens_k` and `local_k_slice` of this rank.
-        group: the ranks that share the sequence.
+    Positions are (1, size), or (axes, 1, size) of multimodal models. With several axes only this is
+    known: all are 0 at the start of a document, and nowhere else.
     """
     if check_mode() == "off":
         return

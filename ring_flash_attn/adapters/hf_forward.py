@@ -33,10 +33,10 @@ Documents = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _Forward:
-    """A call of a model: what it was given, and the documents from its first attention call on."""
+    """A call of a model: its arguments, and the documents from its first attention call on."""
 
     model: Any
-    position_ids: Any  # as it was given them; None if it counts by itself
+    position_ids: Any  # None if it counts by itself
     backward: int  # the backward pass that it runs in, -1 outside of any
     documents: Documents | None = None
     is_unmarked: bool = False  # its layers receive no position ids
@@ -60,17 +60,10 @@ _BACKWARDS = 16  # that may be under way at once
 def watch(
     group: ProcessGroup | None, is_on: Callable[[], bool], call: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Look at calls of transformers' models: refuse what cannot be done, and note their documents.
+    """Make what takes the place of `call`, which is `PreTrainedModel.__call__`.
 
-    Args:
-        group: the ranks that share the sequence.
-        is_on: whether ring attention is in place; asked at every call.
-        call: `PreTrainedModel.__call__`.
-
-    Returns:
-        What takes the place of `call`.
+    While ring attention `is_on`, it refuses what cannot be done, and notes the models' documents.
     """
-
     uncompiled = torch.compiler.disable  # which imports torch's compiler: not before it is needed
     check_model, check_labels = uncompiled(_check_model), uncompiled(_check_labels)
     note_backward = uncompiled(_note_backward)
@@ -113,12 +106,8 @@ def documents_of_call(
     """Find the documents that an attention call is about, and check its positions against them.
 
     The first call of a forward pass reads the positions, which syncs the device; the others do not.
-
-    Args:
-        position_ids: as the layer hands them down; None if it does not.
-        query: (1, seqlen, nheads, headdim).
-        group: the ranks that share the sequence.
-        latest: what `update_ring_flash_attn_params` was told last.
+    `position_ids` are what the layer hands down, None if it does not; `latest` are the documents
+    of the last `update_ring_flash_attn_params`.
     """
     backward = torch._C._current_graph_task_id()
     forward = _running.forwards[-1] if _running.forwards else None

@@ -11,23 +11,19 @@ from typing import Any
 _PACKAGE = __name__.split(".", maxsplit=1)[0]
 _PACKED = ("_func", "_kvpacked_func", "_qkvpacked_func")
 _LSE = dict.fromkeys(("flatten_varlen_lse", "unflatten_varlen_lse"), ".adapters.historic")
-
-
-def _functions(stem: str) -> dict[str, str]:
-    return dict.fromkeys((stem + suffix for suffix in _PACKED), ".api")
+_STEMS = (
+    "ring_flash_attn",
+    "ring_flash_attn_varlen",
+    "zigzag_ring_flash_attn",
+    "zigzag_ring_flash_attn_varlen",
+    "stripe_flash_attn",
+    "llama3_flash_attn_varlen",
+)
 
 
 # module: {name: where it lives now}
 MODULE_PATHS: dict[str, dict[str, str]] = {
-    "ring_flash_attn": _functions("ring_flash_attn"),
-    "ring_flash_attn_varlen": _functions("ring_flash_attn_varlen"),
-    "zigzag_ring_flash_attn": _functions("zigzag_ring_flash_attn"),
-    "zigzag_ring_flash_attn_varlen": _functions("zigzag_ring_flash_attn_varlen"),
-    "stripe_flash_attn": _functions("stripe_flash_attn"),
-    "llama3_flash_attn_varlen": {
-        **_functions("llama3_flash_attn_varlen"),
-        "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",
-    },
+    **{stem: {stem + suffix: ".api" for suffix in _PACKED} for stem in _STEMS},
     "utils": {
         **_LSE,
         "get_default_args": ".adapters.historic",
@@ -38,6 +34,7 @@ MODULE_PATHS: dict[str, dict[str, str]] = {
     "triton_utils": _LSE,
     "layout": dict.fromkeys(("get_layout", "layout_names", "register_layout"), ".plan.layout"),
 }
+MODULE_PATHS["llama3_flash_attn_varlen"]["llama3_flash_attn_prepare_cu_seqlens"] = ".api.llama3"
 
 
 def register() -> None:

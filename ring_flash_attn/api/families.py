@@ -10,7 +10,6 @@ hand. `__init__.pyi`, for editors and type checkers, is written by `make format`
 from __future__ import annotations
 
 import functools
-import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 
 from ..engine.checks import unpack
 from . import operators, signatures
+from .signatures import Signature
 
 PREFIXES = ("triton", "native")
 
@@ -39,6 +39,11 @@ _TENSORS = {
     "kv": "keys and values, ({rows}, 2, nheads_k, headdim).",
     "qkv": "queries, keys and values, ({rows}, 3, nheads, headdim).",
 }
+_ANY_TENSORS = {
+    "q": "queries of this rank, (batch, seqlen_q, nheads, headdim) or (total_q, nheads, headdim).",
+    "k": "keys of this rank, (batch, seqlen_k, nheads_k, headdim) or (total_k, nheads_k, headdim).",
+    "v": "values of this rank, like k; its head dimension may differ.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,11 @@ class Family:
     """Functions that differ only in how q, k and v come, and in the kernel."""
 
     name: str
-    layout: str
-    route: str
-    signature: Callable[..., Any]
+    signature: Signature
     summary: str
+    layout: str = ""  # and no route: on one device, or whatever the caller says
+    route: str = ""
     forms: tuple[str, ...] = ("func", "kvpacked_func", "qkvpacked_func")
-    drop: tuple[str, ...] = ()  # parameters of the signature that these forms do not have
     note: str = ""
 
     @property
@@ -62,27 +66,27 @@ class Family:
 
 _s = signatures
 FAMILIES = (
-    Family("ring_flash_attn", "contiguous", "ring", _s.batch, "Ring attention, contiguous shards."),
+    Family("ring_flash_attn", _s.BATCH, "Ring attention, contiguous shards.", "contiguous", "ring"),
     Family(
         "zigzag_ring_flash_attn",
+        _s.BATCH,
+        "Ring attention, zigzag shards: rank r holds parts r and 2W-1-r of 2W.",
         "zigzag",
         "ring",
-        _s.batch,
-        "Ring attention, zigzag shards: rank r holds parts r and 2W-1-r of 2W.",
     ),
     Family(
         "stripe_flash_attn",
+        _s.BATCH,
+        "Ring attention, striped shards: rank r holds every W-th token from r on.",
         "stripe",
         "ring",
-        _s.batch,
-        "Ring attention, striped shards: rank r holds every W-th token from r on.",
     ),
     Family(
         "ring_flash_attn",
+        _s.BATCH,
+        "Ring attention, contiguous shards, in which queries travel and keys and values stay.",
         "contiguous",
         "query_ring",
-        _s.batch,
-        "Ring attention, contiguous shards, in which queries travel and keys and values stay.",
         forms=("qkvpacked_func_v2",),
         note="The historic function of this name was a variant of neighbour hops that sent keys "
         "and values. Here it is the query ring: q, its output and its gradients travel. The "
@@ -90,70 +94,61 @@ FAMILIES = (
     ),
     Family(
         "ring_flash_attn_varlen",
+        _s.LOCAL_DOCUMENTS,
+        "Ring attention, packed documents, each in contiguous shards.",
         "contiguous",
         "ring",
-        _s.local_documents,
-        "Ring attention, packed documents, each in contiguous shards.",
     ),
     Family(
         "zigzag_ring_flash_attn_varlen",
+        _s.LOCAL_DOCUMENTS,
+        "Ring attention, packed documents, each in zigzag shards.",
         "zigzag",
         "ring",
-        _s.local_documents,
-        "Ring attention, packed documents, each in zigzag shards.",
     ),
     Family(
         "stripe_flash_attn_varlen",
+        _s.DOCUMENTS,
+        "Ring attention, packed documents, each in striped shards.",
         "stripe",
         "ring",
-        _s.documents,
-        "Ring attention, packed documents, each in striped shards.",
     ),
     Family(
         "zigzag_llama3_flash_attn_varlen",
+        _s.GATHERED_DOCUMENTS,
+        "All-gather attention, packed documents, each in zigzag shards.",
         "zigzag",
         "all_gather",
-        _s.gathered_documents,
-        "All-gather attention, packed documents, each in zigzag shards.",
     ),
     Family(
         "llama3_flash_attn_varlen",
+        _s.LLAMA3,
+        "All-gather attention, packed documents, the stream in contiguous equal shards.",
         "flat_contiguous",
         "all_gather",
-        _s.llama3,
-        "All-gather attention, packed documents, the stream in contiguous equal shards.",
     ),
-    Family("flash_attn", "", "", _s.single, "Attention on one device, as in flash_attn."),
+    Family("flash_attn", _s.SINGLE, "Attention on one device, as in flash_attn."),
     Family(
         "flash_attn_varlen",
-        "",
-        "",
-        _s.single_documents,
+        _s.SINGLE_DOCUMENTS,
         "Attention over packed documents on one device, as in flash_attn.",
         forms=("func",),
     ),
     Family(
         "flash_attn_varlen",
-        "",
-        "",
-        _s.single_documents,
+        _s.SINGLE_DOCUMENTS_KV,
         "Attention over packed documents on one device, as in flash_attn.",
         forms=("kvpacked_func",),
-        drop=("block_table",),
     ),
     Family(
         "flash_attn_varlen",
-        "",
-        "",
-        _s.single_documents_qkv,
+        _s.SINGLE_DOCUMENTS_QKV,
         "Attention over packed documents on one device, as in flash_attn.",
         forms=("qkvpacked_func",),
     ),
     Family(
         "ring_attention",
-        "",
-        "",
-        _s.anything,
+        _s.ANYTHING,
         "Exact attention over the ranks of a group: any layout, route and kernel.",
         forms=("",),
     ),
@@ -168,7 +163,7 @@ class Function:
     parameters: tuple[str, ...]
     body: str
     doc: str
-    template: Callable[..., Any]
+    run: Callable[..., Any]
     on_one_device: bool
 
     @property
@@ -183,7 +178,7 @@ class Function:
         source = head + textwrap.indent(self.body, "    ")
         code = compile(source, f"<{self.name}>", "exec", flags=annotations.compiler_flag)
         scope: dict[str, Any] = {
-            "_template": (_traceable if self.on_one_device else _outside_graphs)(self.template),
+            "_run": (_traceable if self.on_one_device else _outside_graphs)(self.run),
             "_unpack": unpack,
         }
         exec(code, scope)
@@ -208,99 +203,62 @@ def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which torch.compile traces as one operator where it can."""
 
     @functools.wraps(function)
-    def run(layout: str, route: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
         if not torch.compiler.is_compiling():
-            return function(layout, route, q, k, v, **options)
+            return function(q, k, v, **options)
         if operators.traceable(**options):
             return operators.traced(q, k, v, **options)
-        return torch.compiler.disable(function)(layout, route, q, k, v, **options)
+        return torch.compiler.disable(function)(q, k, v, **options)
 
     return run
 
 
 def _functions() -> Iterator[Function]:
-    for prefix in (None, *PREFIXES):
+    for prefix in ("", *PREFIXES):
         for family in FAMILIES:
             for form in family.forms:
                 yield _function(family, form, prefix)
 
 
-def _function(family: Family, form: str, prefix: str | None) -> Function:
+def _function(family: Family, form: str, prefix: str) -> Function:
     tensors, unpacking = _FORMS[form]
-    given = inspect.signature(family.signature).parameters
-    hidden = {"q", "k", "v", *family.drop}
-    if form:  # the name says the point
-        hidden |= {"layout", "route"}
-    if prefix:
-        hidden.add("kernel")
-    shown = [p for name, p in given.items() if name not in hidden]
+    signature = family.signature
+    order = [name for name in signature.order.split() if not (prefix and name == "kernel")]
+    heads = {head.partition(":")[0]: head for head, _ in (*signature.own, *signatures.COMMON)}
+    point = [repr(family.layout), repr(family.route)] if signature.takes_point else []
+    named = [f"{name}={name}" for name in order if name != "*"]
+    kernel = [f"kernel={prefix!r}"] if prefix else []
     body = unpacking.format(packed=family.packed) + "\n" if unpacking else ""
-    body += f"return _template({_arguments(family, form, shown, prefix)})\n"
+    body += f"return _run({', '.join([*point, 'q, k, v', *named, *kernel])})\n"
     return Function(
         name="_".join(part for part in (prefix, family.name, form) if part),
-        parameters=_parameters(tensors, shown),
+        parameters=(*(f"{name}: Tensor" for name in tensors), *(heads.get(n, n) for n in order)),
         body=body,
-        doc=_doc(family, tensors, shown, prefix),
-        template=family.signature,
+        doc=_doc(family, tensors, order, prefix),
+        run=signature.run,
         on_one_device=family.name.startswith("flash_attn"),
     )
 
 
-def _parameters(tensors: tuple[str, ...], shown: list[inspect.Parameter]) -> tuple[str, ...]:
-    parts = [f"{name}: Tensor" for name in tensors]
-    for parameter in shown:
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
-            parts.append("*")
-        parts.append(_parameter(parameter))
-    return tuple(parts)
-
-
-def _parameter(parameter: inspect.Parameter) -> str:
-    text = f"{parameter.name}: {parameter.annotation}"
-    if parameter.default is parameter.empty:
-        return text
-    return text + f" = {parameter.default!r}".replace("'", '"')
-
-
-def _arguments(
-    family: Family, form: str, shown: list[inspect.Parameter], prefix: str | None
-) -> str:
-    fixed = ["q", "k", "v"] if form == "" else [repr(family.layout), repr(family.route), "q, k, v"]
-    named = [f"{parameter.name}={parameter.name}" for parameter in shown]
-    return ", ".join(fixed + named + ([f"kernel={prefix!r}"] if prefix else []))
-
-
-def _doc(
-    family: Family, tensors: tuple[str, ...], shown: list[inspect.Parameter], prefix: str | None
-) -> str:
-    rows, lse = ("batch, seqlen", "(batch, nheads, seqlen)")
+def _doc(family: Family, tensors: tuple[str, ...], order: list[str], prefix: str) -> str:
+    signature = family.signature
+    described = _TENSORS
+    rows, lse = "batch, seqlen", "(batch, nheads, seqlen)"
     if family.packed:
         rows, lse = "total", "(nheads, total)"
-    elif family.signature is signatures.anything:
-        lse += " or (nheads, total)"
-    described = [f"{name}: {_TENSORS[name].format(rows=rows)}" for name in tensors]
-    names = {parameter.name for parameter in shown}
-    common = signatures.COMMON.format(
-        lse=lse,
-        group="group: process group; the default one if None.\n" if "group" in names else "",
-        kernel="" if prefix else 'kernel: "auto", "native", "triton", "reference", or a library.',
-    ).strip()
-    note = family.note + (f" Always uses the kernel {prefix!r}." if prefix else "")
-    text = inspect.cleandoc(family.signature.__doc__ or "")
-    for name, value in (
-        ("{summary}", family.summary),
-        ("{note}", note.strip()),
-        ("    {tensors}", textwrap.indent("\n".join(described), "    ")),
-        ("    {common}", textwrap.indent(common, "    ")),
-    ):
-        text = text.replace(name, value)
-    paragraphs = [part.rstrip() for part in text.split("\n\n") if part.strip()]
-    lines = "\n\n".join(paragraphs).splitlines()
-    return "\n".join(line for line in lines if not _describes(line, family.drop)) + "\n"
-
-
-def _describes(line: str, names: tuple[str, ...]) -> bool:
-    return any(line.strip().startswith(f"{name}:") for name in names)
+    elif signature is signatures.ANYTHING:
+        described, lse = _ANY_TENSORS, lse + " or (nheads, total)"
+    lines = [f"{name}: {described[name].format(rows=rows)}" for name in tensors]
+    for head, text in (*signature.own, *signatures.COMMON):
+        name = head.partition(":")[0]
+        if name in order:
+            lines.append(f"{name}: {text.format(lse=lse)}")
+    kernel = f"Always uses the kernel {prefix!r}." if prefix else ""
+    about = " ".join(part for part in (signature.about, family.note, kernel) if part)
+    arguments = textwrap.indent("\n".join(lines), "    ")
+    returns = f"    out, {signature.out}; see return_attn_probs for more."
+    parts = (family.summary, about, f"Args:\n{arguments}", f"Returns:\n{returns}\n")
+    return "\n\n".join(part for part in parts if part)
 
 
 def stub() -> str:

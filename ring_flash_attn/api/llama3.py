@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from ..engine.checks import CuSeqlens, check_flag, check_integer, document_lengths
+from ..engine.checks import CuSeqlens, check_flag, check_rank, document_lengths
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -30,18 +30,13 @@ def llama3_flash_attn_prepare_cu_seqlens(
     """
     lengths = document_lengths(cu_seqlens, fresh=True)
     causal = check_flag("causal", causal)
-    world_size = check_integer("world_size", world_size, 1)
-    rank = check_integer("rank", rank)
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
+    rank, world_size = check_rank(rank, world_size)
+    offsets = [0, *accumulate(lengths)]
     total = offsets[-1]
     if total == 0 or total % world_size:
         raise ValueError(
             f"cu_seqlens ends at {total}, which must be a positive multiple of {world_size} ranks"
         )
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank = {rank} is not a rank of {world_size}")
     size = total // world_size
     start, end = rank * size, (rank + 1) * size
     left = bisect_left(offsets, start)
@@ -52,15 +47,9 @@ def llama3_flash_attn_prepare_cu_seqlens(
     inner = offsets[left + 1 : right]
     cu_q = [0, *(offset - start for offset in inner), size]
     cu_k = [0, *(offset - offsets[left] for offset in inner), k_end - offsets[left]]
-
-    like = (
-        cu_seqlens
-        if isinstance(cu_seqlens, Tensor)
-        else torch.empty(0, dtype=torch.int32, device="cpu")
-    )
-
-    def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=like.dtype, device=like.device)
-
+    dtype, device = torch.int32, torch.device("cpu")
+    if isinstance(cu_seqlens, Tensor):
+        dtype, device = cu_seqlens.dtype, cu_seqlens.device
+    tensor_q, tensor_k = (torch.tensor(cu, dtype=dtype, device=device) for cu in (cu_q, cu_k))
     longest_q, longest_k = (max(b - a for a, b in pairwise(cu)) for cu in (cu_q, cu_k))
-    return tensor(cu_q), tensor(cu_k), longest_q, longest_k, slice(offsets[left], k_end)
+    return tensor_q, tensor_k, longest_q, longest_k, slice(offsets[left], k_end)

@@ -6,7 +6,6 @@ than calling the kernel.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +27,10 @@ _BACKWARD = (
     f"{_REST}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _SINK = 8  # its place among the arguments of the forward
+_PLAIN = (  # the last ones
+    "dropout_p", "softmax_scale", "causal", "left", "right", "softcap", "deterministic",
+    "return_attn_probs", "kernel",
+)  # fmt: skip
 _TENSORS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 _INTEGERS = ("max_seqlen", "max_seqlen_q", "max_seqlen_k")
 _MAYBE_TENSORS = ("alibi_slopes", "sink")
@@ -119,31 +122,20 @@ def _prepared(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     seed: Tensor | None,
-    *numbers: Any,
+    *plain: Any,
 ) -> tuple[PreparedCall, QKV]:
     """What does the call, and its tensors. They have been cast: autocast must be off."""
-    dropout_p, scale, causal, left, right, softcap, deterministic, with_lse, kernel = numbers
+    options = dict(zip(_PLAIN, plain, strict=True), alibi_slopes=alibi_slopes, sink=sink)
+    options["window_size"] = options.pop("left"), options.pop("right")
     lengths = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         assert max_seqlen_q is not None
         assert max_seqlen_k is not None
         lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = {
-        "dropout_p": dropout_p,
-        "softmax_scale": scale,
-        "causal": causal,
-        "window_size": (left, right),
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "deterministic": deterministic,
-        "return_attn_probs": with_lse,
-        "sink": sink,
-        "kernel": kernel,
-    }
     prepared, shard = prepare_single(q, k, v, lengths, options)
-    return replace(
-        prepared, call=replace(prepared.call, seed=seed)
-    ) if dropout_p else prepared, shard
+    if options["dropout_p"]:
+        prepared = prepared.changed(seed=seed)
+    return prepared, shard
 
 
 @torch.library.custom_op("ring_flash_attn::attention", mutates_args=(), schema=_FORWARD)
@@ -199,19 +191,11 @@ def attention_backward_op(
 
 @attention_backward_op.register_fake
 def _(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    *rest: Any,
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sink = rest[_SINK - 4]
-    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+    dq, dk, dv = (x.new_empty(x.shape) for x in inputs[:3])
+    sink = inputs[_SINK]
+    return dq, dk, dv, dq.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

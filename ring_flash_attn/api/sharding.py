@@ -134,11 +134,8 @@ def _gather(
         seqlen = x.shape[dim] * world_size
     sharding = _sharding(layout, cu_seqlens, seqlen, world_size)
     _check_size(sharding, rank, x, dim)
-    shapes = []
-    for other in range(world_size):
-        shape = list(x.shape)
-        shape[dim] = sharding.size(other)
-        shapes.append(tuple(shape))
+    before, after = x.shape[:dim], x.shape[dim % x.dim() + 1 :]
+    shapes = [(*before, sharding.size(other), *after) for other in range(world_size)]
     parts = comm.gather_shards(x.contiguous(), shapes, comm.resolve_group(group))
     return unshard(parts, layout, cu_seqlens=cu_seqlens, seqlen=seqlen, dim=dim)
 
@@ -195,13 +192,10 @@ def _who(rank: int | None, world_size: int | None, group: ProcessGroup | None) -
         raise ValueError(f"rank = {rank} and world_size = {world_size}: give both or neither")
     if rank is None or world_size is None:
         return comm.rank_and_size(group)
-    world_size = checks.check_integer("world_size", world_size, 1)
-    rank = checks.check_integer("rank", rank)
+    found = checks.check_rank(rank, world_size)
     if group is not None:
         raise ValueError("give either rank and world_size or group")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank = {rank} is not a rank of {world_size}")
-    return rank, world_size
+    return found
 
 
 def _sharding(

@@ -39,7 +39,7 @@ class PublicFunction:
     @property
     def signature(self) -> str:
         """Name of its list of arguments in `signatures.py`."""
-        return self.family.signature.__name__
+        return self.family.signature.name
 
     @property
     def is_distributed(self) -> bool:

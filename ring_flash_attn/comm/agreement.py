@@ -72,12 +72,7 @@ def check_mode() -> str:
 
 
 def call_failed(group: ProcessGroup, progress: str) -> None:
-    """Note that a call ended in the middle: the next one asks whether it did on all ranks.
-
-    Args:
-        group: the ranks.
-        progress: how far it got, or UNDER_WAY.
-    """
+    """Note how far a call got that has failed: the next one asks whether it did on all ranks."""
     _failed[group] = progress
 
 
@@ -200,24 +195,27 @@ def _describe(calls: Mapping[int, dict[str, object]], group: ProcessGroup) -> st
     silent = [rank for rank in range(dist.get_world_size(group)) if rank not in calls]
     lines = []
     for field in sorted({field for call in calls.values() for field in call}):
-        ranks: dict[str, list[int]] = {}
-        for rank, call in calls.items():
-            ranks.setdefault(json.dumps(call.get(field)), []).append(rank)
-        if len(ranks) > 1:
-            lines += [f"{field} = {value} on {_ranks(who)}" for value, who in ranks.items()]
+        who_has = _by_value({rank: call.get(field) for rank, call in calls.items()})
+        if len(who_has) > 1:
+            lines += [f"{field} = {value} on {who}" for value, who in who_has.items()]
             if field == _FAILED:
                 lines.append(_NEW_GROUP)
     if silent:
-        texts: dict[str, list[int]] = {}
-        for rank, call in calls.items():
-            texts.setdefault(json.dumps(call), []).append(rank)
-        lines += [f"{_ranks(who)} posted {text}" for text, who in texts.items()]
+        lines += [f"{who} posted {text}" for text, who in _by_value(calls).items()]
         seconds = group_timeout(group).total_seconds()
         lines.append(
             f"{_ranks(silent)} posted nothing within {seconds:.0f} s: not in this call at all, "
             "failed before it, or in a call with arguments agreed upon earlier"
         )
     return "the ranks of the group do not make the same call:\n  " + "\n  ".join(lines)
+
+
+def _by_value(values: Mapping[int, object]) -> dict[str, str]:
+    """Who has each value, in words; by the value as JSON."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(json.dumps(value), []).append(rank)
+    return {value: _ranks(who) for value, who in ranks.items()}
 
 
 def _ranks(ranks: list[int]) -> str:

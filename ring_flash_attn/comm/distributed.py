@@ -80,10 +80,8 @@ def gather_shards(
     parts = [local if r == rank else local.new_empty(shape) for r, shape in enumerate(shapes)]
     others = [r for r in range(len(shapes)) if r != rank]
     with span("gather the shards of {} ranks", len(shapes)):
-        transport.post(
-            [Message(parts[r], r, receive=True) for r in others]
-            + [Message(local, r, receive=False) for r in others]
-        )
+        receives = [Message(parts[r], r, receive=True) for r in others]
+        transport.post([*receives, *(Message(local, r, receive=False) for r in others)])
         transport.wait()
     return parts
 
@@ -131,11 +129,7 @@ class DistributedTransport:
         return host
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Make the current stream (with gloo: the host) wait for what was posted.
-
-        Args:
-            timeout: of each message, on gloo; None for the group's.
-        """
+        """Make the current stream wait for what was posted; with gloo the host, up to a timeout."""
         for request in self._requests:
             if timeout is not None and self._gloo:
                 request.wait(timeout)

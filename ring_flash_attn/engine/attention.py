@@ -44,7 +44,7 @@ class LocalRank:
 class PreparedCall:
     """A call, ready to run: its ranks in this process, the kernel, what the kernel must know.
 
-    `where` is for profilers: names of layout and route.
+    `where` is for profilers: names of layout and route, or "one device".
     """
 
     ranks: tuple[LocalRank, ...]
@@ -52,19 +52,18 @@ class PreparedCall:
     call: Call
     where: tuple[str, ...] = ("one device",)
 
+    def changed(self, **changes: Any) -> PreparedCall:
+        """The same, with other values of `call`."""
+        return replace(self, call=replace(self.call, **changes))
+
 
 def attention(
     prepared: PreparedCall, shards: Sequence[QKV], sink: Tensor | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Exact attention over the shards of all ranks; differentiable in q, k, v and sink.
+    """Exact attention over the shards of all ranks; differentiable in q, k, v and sink (nheads,).
 
-    Args:
-        prepared: what is to be done.
-        shards: for each rank of this process q (batch, seqlen_q, nheads, headdim), k and v.
-        sink: (nheads,) or None.
-
-    Returns:
-        For each rank of this process out, like q, and lse (batch, nheads, seqlen_q).
+    Takes q (batch, seqlen_q, nheads, headdim), k and v of each rank of this process, and returns
+    out, like q, and lse (batch, nheads, seqlen_q).
     """
     flat = [tensor for shard in shards for tensor in shard]
     inputs = flat if sink is None else [*flat, sink]
@@ -88,7 +87,7 @@ class _Attention(torch.autograd.Function):
         slopes = prepared.call.alibi_slopes
         if slopes is not None:  # saved as a tensor, so that autograd notices if it is changed
             slopes = slopes.clone() if slopes.is_inference() else slopes
-            prepared = replace(prepared, call=replace(prepared.call, alibi_slopes=None))
+            prepared = prepared.changed(alibi_slopes=None)
         ctx.prepared = prepared
         ctx.save_for_backward(sink, slopes, *flat, *outs, *lses)
         ctx.set_materialize_grads(False)
@@ -107,7 +106,7 @@ class _Attention(torch.autograd.Function):
         count = len(prepared.ranks)
         sink, slopes, *saved = ctx.saved_tensors
         if slopes is not None:
-            prepared = replace(prepared, call=replace(prepared.call, alibi_slopes=slopes))
+            prepared = prepared.changed(alibi_slopes=slopes)
         outs, lses = saved[3 * count : 4 * count], saved[4 * count :]
         results = list(zip(outs, lses, strict=True))
         douts = list(zip(grads[:count], grads[count:], strict=True))
@@ -139,9 +138,7 @@ def forward(
 
 
 def _run(
-    prepared: PreparedCall,
-    buffer_plans: Sequence[BufferPlan],
-    passes: Sequence[Pass],
+    prepared: PreparedCall, buffer_plans: Sequence[BufferPlan], passes: Sequence[Pass]
 ) -> None:
     """One pass of all ranks of this process."""
     ranks = prepared.ranks

@@ -133,6 +133,15 @@ def _shown(value: object) -> str:
     return text if short else f"{text[:77].splitlines()[0]}… ({type(value).__name__})"
 
 
+def check_rank(rank: Any, world_size: Any) -> tuple[int, int]:
+    """A rank, and the number of ranks that it is one of."""
+    world_size = check_integer("world_size", world_size, 1)
+    rank = check_integer("rank", rank)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank = {rank} is not a rank of {world_size}")
+    return rank, world_size
+
+
 def check_slice(name: str, value: Any) -> slice:
     """A slice of integers or None."""
     if not isinstance(value, slice):
@@ -231,35 +240,32 @@ def check_scale(softmax_scale: Any) -> float | None:
     return number
 
 
-def check_alibi(slopes: Tensor | None, q: Tensor) -> Tensor | None:
+def check_alibi(slopes: Tensor | None, q: Tensor) -> None:
     """(nheads,) or (batch, nheads), on q's device, without gradient."""
     if slopes is None:
-        return None
-    nheads, batch = q.shape[2], q.shape[0]
-    check_tensor("alibi_slopes", slopes)
-    if tuple(slopes.shape) not in {(nheads,), (batch, nheads)}:
-        raise ValueError(
-            f"alibi_slopes must be ({nheads},) or ({batch}, {nheads}), not {tuple(slopes.shape)}"
-        )
-    check_values("alibi_slopes", slopes)
-    if slopes.device != q.device:
-        raise ValueError(f"alibi_slopes is on {slopes.device}, but q is on {q.device}")
+        return
+    batch, _, nheads, _ = q.shape
+    _check_for_heads("alibi_slopes", slopes, q, ((nheads,), (batch, nheads)))
     if slopes.requires_grad:
         raise ValueError("alibi_slopes.requires_grad: there is no gradient for alibi_slopes")
-    return slopes
 
 
-def check_sink(sink: Tensor | None, q: Tensor) -> Tensor | None:
+def check_sink(sink: Tensor | None, q: Tensor) -> None:
     """(nheads,) floating point, on q's device."""
-    if sink is None:
-        return None
-    check_tensor("sink", sink)
-    if tuple(sink.shape) != (q.shape[2],):
-        raise ValueError(f"sink must be ({q.shape[2]},), not {tuple(sink.shape)}")
-    check_values("sink", sink)
-    if sink.device != q.device:
-        raise ValueError(f"sink is on {sink.device}, but q is on {q.device}")
-    return sink
+    if sink is not None:
+        _check_for_heads("sink", sink, q, ((q.shape[2],),))
+
+
+def _check_for_heads(
+    name: str, tensor: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]
+) -> None:
+    check_tensor(name, tensor)
+    if tuple(tensor.shape) not in shapes:
+        choices = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} must be {choices}, not {tuple(tensor.shape)}")
+    check_values(name, tensor)
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, but q is on {q.device}")
 
 
 def check_max_seqlen(name: str, max_seqlen: Any, lengths: Sequence[int]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,6 +119,30 @@ def run_documents(
     return run_on_group(route, problem, *shard, opts, group, same, packed=True)
 
 
+def run_anything(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str,
+    route: str,
+    cu_seqlens: CuSeqlens | None,
+    cu_seqlens_k: CuSeqlens | None,
+    seqlen: int | None,
+    seqlen_k: int | None,
+    **options: Any,
+) -> Output:
+    """A batch, or with cu_seqlens packed documents, spread over the group."""
+    if cu_seqlens is None:
+        if cu_seqlens_k is not None:
+            raise ValueError("cu_seqlens_k is given without cu_seqlens")
+        return run_batch(layout, route, q, k, v, seqlen=seqlen, seqlen_k=seqlen_k, **options)
+    if seqlen is not None or seqlen_k is not None:
+        raise ValueError("seqlen and seqlen_k go with a batch, not with cu_seqlens")
+    options |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+    return run_documents(layout, route, q, k, v, **options)
+
+
 def run_llama3(
     q: Tensor,
     k: Tensor,
@@ -205,10 +228,8 @@ def run_single_documents_qkv(
     return _on_one_device(q, k, v, (lengths, lengths), options)
 
 
-_READY = 64  # plans of long packs are large
-_ready: Cache[tuple[object, ...], PreparedCall] = Cache(
-    _READY
-)  # by all that checks and plan depend on
+# By all that checks and plan depend on; few, as plans of long packs are large.
+_ready: Cache[tuple[object, ...], PreparedCall] = Cache(64)
 
 
 def _on_one_device(
@@ -233,19 +254,16 @@ def prepare_single(
 ) -> tuple[PreparedCall, QKV]:
     """What does a call on one device, and its tensors; checked and planned once for all like it."""
     packed = lengths is not None
-    _check_all(q, k, v)
+    q, k, v = _cast(q, k, v)
     for name in ("alibi_slopes", "sink"):
         if options.get(name) is not None:
             checks.check_tensor(name, options[name])
-    q, k, v = in_autocast_dtype(q, k, v)
     key = _key(q, k, v, lengths, options)
     prepared = _ready.get(key) if key is not None else None
     if prepared is not None:
         shard = (q[None], k[None], v[None]) if packed else (q, k, v)
         if prepared.call.alibi_slopes is not None:
-            prepared = replace(
-                prepared, call=replace(prepared.call, alibi_slopes=options["alibi_slopes"])
-            )
+            prepared = prepared.changed(alibi_slopes=options["alibi_slopes"])
         return prepared, shard
     opts = Options(**options)
     shard = _prepare(q, k, v, packed)
@@ -311,16 +329,17 @@ def _prepare_shard(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
     return q, k, v
 
 
-def _check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _cast(q: Tensor, k: Tensor, v: Tensor) -> QKV:
+    """In autocast's dtype; TypeError unless all three are tensors."""
     checks.check_tensor("q", q)
     checks.check_tensor("k", k)
     checks.check_tensor("v", v)
+    return in_autocast_dtype(q, k, v)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
     """Checked, in autocast's dtype, as (batch, seqlen, nheads, headdim)."""
-    _check_all(q, k, v)
-    q, k, v = in_autocast_dtype(q, k, v)
+    q, k, v = _cast(q, k, v)
     checks.check_tensors(q, k, v, packed)
     return (q[None], k[None], v[None]) if packed else (q, k, v)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm import Message, Transport
 from ..plan.buffers import BufferPlan, Move, Slot
-from ..plan.steps import Heads, Payload, Side, Step, Transfer, Work
+from ..plan.steps import Heads, Payload, Side, Step, Work
 from ..trace import span
 
 
@@ -95,21 +95,10 @@ class Pass(Protocol):
 
 
 class Executor:
-    """Runs the plan of one rank: its buffers, its messages, and the launches of a pass.
-
-    Args:
-        work: the pass.
-        buffer_plan: the steps of this rank, and where shards lie.
-        transport: this rank's end of the group.
-        pool: where buffers come from.
-    """
+    """Runs the plan of one rank: its buffers, its messages, and the launches of a pass."""
 
     def __init__(
-        self,
-        work: Pass,
-        buffer_plan: BufferPlan,
-        transport: Transport,
-        pool: Pool,
+        self, work: Pass, buffer_plan: BufferPlan, transport: Transport, pool: Pool
     ) -> None:
         self._pass, self._fields, self._home = work, work.fields, work.home
         self.buffer_plan, self.plan = buffer_plan, buffer_plan.plan
@@ -132,13 +121,9 @@ class Executor:
             if transfer.source == transfer.target:
                 self._copy_in_place(move)
             elif transfer.source == self.rank:
-                messages += [
-                    Message(t, transfer.target, receive=False) for t in self._outgoing(move)
-                ]
+                messages += [Message(t, transfer.target, False) for t in self._outgoing(move)]
             else:
-                messages += [
-                    Message(t, transfer.source, receive=True) for t in self._incoming(move)
-                ]
+                messages += [Message(t, transfer.source, True) for t in self._incoming(move)]
         with span(_post_name, self.rank, number, messages):
             self._transport.post(messages)
 
@@ -163,11 +148,11 @@ class Executor:
 
     def inputs(self, work: Work, side: Side) -> Views:
         """What a launch reads of one side."""
-        return self._views(Payload.INPUT, work, side)
+        return self._shards(Payload.INPUT, work, side)
 
     def results(self, work: Work, side: Side) -> Views:
         """Where a launch accumulates what belongs to one side."""
-        return self._views(Payload.RESULT, work, side)
+        return self._shards(Payload.RESULT, work, side)
 
     def is_fresh(self, work: Work, side: Side) -> bool:
         """Whether a launch is the first to write there, and names every row; asked before it."""
@@ -181,34 +166,33 @@ class Executor:
         self._buffers[slot] = self._new_buffer(slot)
         return True
 
-    def _views(self, payload: Payload, work: Work, side: Side) -> Views:
+    def _shards(self, payload: Payload, work: Work, side: Side) -> Views:
         fields, owners = self._fields[payload, side], work.owners(side)
         if owners == (self.rank,):
-            home = self._home[payload, side]
-            return tuple(f.of_heads(t, work.heads) for f, t in zip(fields, home, strict=True))
+            return self._at_home(payload, side, work.heads)
         slot = Slot(payload, side, owners, work.heads)
         assert payload is Payload.RESULT or slot in self._buffers, f"{slot} has not arrived"
-        return tuple(f.view(b) for f, b in zip(fields, self._buffer(slot), strict=True))
+        return _views(fields, self._buffer(slot))
 
     def _copy_in_place(self, move: Move) -> None:
         """Our own shard, into or out of a buffer that holds several."""
         transfer = move.transfer
         fields = self._fields[transfer.payload, transfer.side]
-        shard, buffers = self._at_home(transfer), self._buffer(move.slot)
+        shard = self._at_home(transfer.payload, transfer.side, transfer.heads)
+        buffers = self._buffer(move.slot)
         for of_shard, of_slot in zip(move.of_shard, move.of_slot, strict=True):
-            ours = tuple(f.of_rows(t, of_shard) for f, t in zip(fields, shard, strict=True))
-            there = tuple(f.view(b[of_slot]) for f, b in zip(fields, buffers, strict=True))
+            ours = _rows(fields, shard, of_shard)
+            there = _views(fields, [buffer[of_slot] for buffer in buffers])
             if transfer.payload is Payload.RESULT:
                 self._pass.combine(transfer.side, ours, there)
             else:
                 for view, tensor in zip(there, ours, strict=True):
                     view.copy_(tensor)
 
-    def _at_home(self, transfer: Transfer) -> Views:
+    def _at_home(self, payload: Payload, side: Side, heads: Heads) -> Views:
         """Our own shard, as kernels see it."""
-        fields = self._fields[transfer.payload, transfer.side]
-        home = self._home[transfer.payload, transfer.side]
-        return tuple(f.of_heads(t, transfer.heads) for f, t in zip(fields, home, strict=True))
+        pairs = zip(self._fields[payload, side], self._home[payload, side], strict=True)
+        return tuple(field.of_heads(tensor, heads) for field, tensor in pairs)
 
     def _outgoing(self, move: Move) -> list[Tensor]:
         """What we send: our own shard, or one that is passing through, or what we have added up."""
@@ -220,8 +204,9 @@ class Executor:
         key = transfer.side, transfer.heads
         rows, _ = self.buffer_plan.own[key]
         if key not in self._own:
-            pairs = zip(self._fields[transfer.payload, transfer.side], self._at_home(transfer))
-            self._own[key] = tuple(f.rows_first(f.of_rows(t, rows)) for f, t in pairs)
+            fields = self._fields[transfer.payload, transfer.side]
+            home = _rows(fields, self._at_home(transfer.payload, *key), rows)
+            self._own[key] = tuple(f.rows_first(t) for f, t in zip(fields, home, strict=True))
         moved = [slice(each.start - rows.start, each.stop - rows.start) for each in move.of_shard]
         return _cut(self._own[key], moved)
 
@@ -239,14 +224,13 @@ class Executor:
         """Results of others have arrived: add ours, or pass them on if we have none."""
         transfer = move.transfer
         fields = self._fields[transfer.payload, transfer.side]
-        theirs = tuple(f.view(b) for f, b in zip(fields, buffers, strict=True))
+        theirs = _views(fields, buffers)
         if transfer.owner == self.rank:
-            home = self._at_home(transfer)
+            home = self._at_home(transfer.payload, transfer.side, transfer.heads)
             row = 0
             for at in _joined(move.of_shard):
                 there = slice(row, row + at.stop - at.start)
-                ours = tuple(f.of_rows(t, at) for f, t in zip(fields, home, strict=True))
-                part = tuple(f.of_rows(t, there) for f, t in zip(fields, theirs, strict=True))
+                ours, part = _rows(fields, home, at), _rows(fields, theirs, there)
                 self._pass.combine(transfer.side, ours, part)
                 row = there.stop
         else:
@@ -254,9 +238,7 @@ class Executor:
             if move.slot not in self._buffers:
                 self._buffers[move.slot] = buffers
                 return
-            mine = self._buffers[move.slot]
-            ours = tuple(f.view(b) for f, b in zip(fields, mine, strict=True))
-            self._pass.combine(transfer.side, ours, theirs)
+            self._pass.combine(transfer.side, _views(fields, self._buffers[move.slot]), theirs)
         self._give_back(buffers)
 
     # Buffers.
@@ -265,9 +247,7 @@ class Executor:
         if slot not in self._buffers:
             self._buffers[slot] = buffers = self._new_buffer(slot)
             if slot.payload is Payload.RESULT:  # sent even where no launch adds to it
-                fields = self._fields[slot.payload, slot.side]
-                views = tuple(f.view(b) for f, b in zip(fields, buffers, strict=True))
-                self._pass.clear(slot.side, views)
+                self._pass.clear(slot.side, _views(self._fields[slot.payload, slot.side], buffers))
         return self._buffers[slot]
 
     def _new_buffer(self, slot: Slot) -> Buffers:
@@ -286,6 +266,16 @@ class Executor:
     def _give_back(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:
             self._pool.give(buffer)
+
+
+def _views(fields: Fields, buffers: Iterable[Tensor]) -> Views:
+    """Rows-first buffers → what kernels see."""
+    return tuple(field.view(buffer) for field, buffer in zip(fields, buffers, strict=True))
+
+
+def _rows(fields: Fields, tensors: Views, rows: slice) -> Views:
+    """Some rows of kernel-side tensors."""
+    return tuple(f.of_rows(tensor, rows) for f, tensor in zip(fields, tensors, strict=True))
 
 
 def _joined(rows: Iterable[slice]) -> list[slice]:
@@ -339,10 +329,10 @@ def _step_name(executors: Sequence[Executor], number: int) -> str:
     if len(executors) > 1:
         return f"step {number} of {len(executors)} virtual ranks"
     plan = executors[0].plan
-    return f"step {number}: {_shards(plan.steps[number], plan.rank)}"
+    return f"step {number}: {_whose(plan.steps[number], plan.rank)}"
 
 
-def _shards(step: Step, rank: int) -> str:
+def _whose(step: Step, rank: int) -> str:
     """Whose keys or queries a step is about, beside our own."""
     for side, name in ((Side.KEY, "keys"), (Side.QUERY, "queries")):
         owners = sorted({owner for work in step.work for owner in work.owners(side)})

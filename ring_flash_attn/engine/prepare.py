@@ -89,7 +89,7 @@ def _short(lengths: Sequence[int]) -> str:
 
 def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: AnyProblem) -> Call:
     """Everything but dropout's seed; ValueError for slopes or a sink that do not fit q."""
-    slopes = checks.check_alibi(opts.alibi_slopes, q)
+    checks.check_alibi(opts.alibi_slopes, q)
     checks.check_sink(opts.sink, q)
     return Call(
         device=q.device,
@@ -101,7 +101,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: AnyProblem) -
         softmax_scale=q.shape[3] ** -0.5 if opts.softmax_scale is None else opts.softmax_scale,
         mask=opts.mask,
         softcap=opts.softcap,
-        alibi_slopes=slopes,
+        alibi_slopes=opts.alibi_slopes,
         dropout_p=opts.dropout_p,
         sink=opts.sink is not None,
         deterministic=opts.deterministic,
@@ -129,12 +129,10 @@ def run_on_group(
     """Run on this rank of a group; `same` is what else has to be equal on all ranks."""
     group = comm.resolve_group(group)
     transport = functools.partial(comm.DistributedTransport, group, q.device)
-    local = _plan(route, problem, comm.rank_and_size(group)[0], transport)
-    _check_shard(problem, local, q, k)
-    call = _call(q, k, v, opts, problem)
-    kernel = choose_kernel(opts.kernel, call)
+    local = LocalRank(*_planned(route, problem, comm.rank_and_size(group)[0]), transport)
+    prepared = _prepared(problem, (local,), [(q, k, v)], opts, (_layout_name(problem), route))
     inputs = (q, k, v) if opts.sink is None else (q, k, v, opts.sink)
-    signature = _signature(route, problem, call, kernel.name, inputs, same)
+    signature = _signature(prepared, problem, inputs, same)
     if isinstance(problem, Llama3Problem) and comm.check_mode() == "values":
         signature += (("RFA_CHECK", "values"),)
         parts = comm.agree(signature, group, problem.documents)
@@ -143,9 +141,8 @@ def run_on_group(
     else:
         comm.agree(signature, group)
     comm.connect(group, q.device)  # whether or not this rank has anything to send
-    if call.dropout_p:
-        call = replace(call, seed=comm.share_seed(draw_seed(), group, q.device))
-    prepared = PreparedCall((local,), kernel, call, (_layout_name(problem), route))
+    if opts.dropout_p:
+        prepared = prepared.changed(seed=comm.share_seed(draw_seed(), group, q.device))
     ((out, lse),) = attention(prepared, [(q, k, v)], opts.sink)
     return _output(out, lse, opts.return_attn_probs, packed)
 
@@ -156,14 +153,11 @@ def prepare_virtual(
     """What runs all ranks in this process on these shards, or others of the same shapes."""
     transports = _VirtualTransports(len(shards))
     ranks = tuple(
-        _plan(route, problem, rank, functools.partial(transports.make, rank))
+        LocalRank(*_planned(route, problem, rank), functools.partial(transports.make, rank))
         for rank in range(len(shards))
     )
-    for local, (q, k, _) in zip(ranks, shards, strict=True):
-        _check_shard(problem, local, q, k)
-    call = _call(*shards[0], opts, problem)
-    prepared = PreparedCall(ranks, choose_kernel(opts.kernel, call), call)
-    return prepared if len(ranks) == 1 else replace(prepared, where=(problem.layout.name, route))
+    where = ("one device",) if len(ranks) == 1 else (problem.layout.name, route)
+    return _prepared(problem, ranks, shards, opts, where)
 
 
 def prepare_rank(
@@ -177,21 +171,24 @@ def prepare_rank(
 ) -> PreparedCall:
     """What runs one rank of many on this shard, or others of its shape, whoever the others are.
 
-    Args:
-        route: its name.
-        problem: what all ranks compute together.
-        rank: which of them.
-        shard: q, k, v of this rank.
-        opts: everything else.
-        transport: makes this rank's end of the group for each pass.
-        pool: where buffers come from.
+    `transport` makes this rank's end of the group for each pass, and buffers come from `pool`.
     """
-    local = replace(_plan(route, problem, rank, transport), pool=pool)
-    _check_shard(problem, local, *shard[:2])
-    call = _call(*shard, opts, problem)
-    return PreparedCall(
-        (local,), choose_kernel(opts.kernel, call), call, (problem.layout.name, route)
-    )
+    local = LocalRank(*_planned(route, problem, rank), transport, pool)
+    return _prepared(problem, (local,), [shard], opts, (problem.layout.name, route))
+
+
+def _prepared(
+    problem: AnyProblem,
+    ranks: tuple[LocalRank, ...],
+    shards: Sequence[QKV],
+    opts: Options,
+    where: tuple[str, ...],
+) -> PreparedCall:
+    """A call on these shards: they have the rows of their ranks, and there is a kernel for it."""
+    for local, (q, k, _) in zip(ranks, shards, strict=True):
+        _check_shard(problem, local, q, k)
+    call = _call(*shards[0], opts, problem)
+    return PreparedCall(ranks, choose_kernel(opts.kernel, call), call, where)
 
 
 def run_prepared(
@@ -199,9 +196,7 @@ def run_prepared(
 ) -> list[Output]:
     """Run all ranks in this process."""
     if prepared.call.dropout_p:
-        prepared = replace(
-            prepared, call=replace(prepared.call, seed=draw_seed().to(prepared.call.device))
-        )
+        prepared = prepared.changed(seed=draw_seed().to(prepared.call.device))
     results = attention(prepared, shards, sink)
     return [_output(out, lse, with_lse, packed) for out, lse in results]
 
@@ -220,10 +215,6 @@ class _VirtualTransports:
         return transport
 
 
-def _plan(route: str, problem: AnyProblem, rank: int, transport: Any) -> LocalRank:
-    return LocalRank(*_planned(route, problem, rank), transport)
-
-
 @functools.lru_cache(maxsize=64)  # plans of long packs are large; layers and backward share them
 def _planned(route: str, problem: AnyProblem, rank: int) -> tuple[BufferPlan, BufferPlan]:
     # The cache keeps the problem it is asked with; so plan with one that can go.
@@ -237,20 +228,19 @@ def _layout_name(problem: AnyProblem) -> str:
 
 
 def _signature(
-    route: str,
+    prepared: PreparedCall,
     problem: AnyProblem,
-    call: Call,
-    kernel: str,
     inputs: Sequence[Tensor],
     same: Mapping[str, object],
 ) -> tuple[tuple[str, object], ...]:
     """What has to be equal on all ranks, hashable."""
+    call, (layout, route) = prepared.call, prepared.where
     sources = problem.sources_per_launch if isinstance(problem, Problem) else 1
     slopes = None if call.alibi_slopes is None else tuple(call.alibi_slopes.shape)
     return (
-        ("layout", _layout_name(problem)),
+        ("layout", layout),
         ("route", route),
-        ("kernel", kernel),
+        ("kernel", prepared.kernel.name),
         ("device", call.device.type),
         ("dtype", str(call.dtype)),
         ("nheads, nheads_k", (call.nheads, call.nheads_k)),

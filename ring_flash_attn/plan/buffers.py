@@ -56,14 +56,10 @@ class SingleLaunch:
 
 
 class BufferPlan:
-    """A plan, and where its shards lie on the way; made once, run many times.
-
-    Args:
-        plan: the steps of a rank.
-        problem: what they are the steps of.
+    """A plan of a problem, and where its shards lie on the way; made once, run many times.
 
     Attributes:
-        plan: the same.
+        plan: the steps of a rank.
         sizes: number of rows of each side and owner.
         places: for launches on keys that are cut, by owners, where each piece begins in the buffer.
         moves: those of each step.
@@ -92,15 +88,10 @@ class BufferPlan:
         launches = [work for step in self.plan.steps for work in step.work]
         if len(launches) != 1 or any(step.transfers for step in self.plan.steps):
             return None
-        tiles, rank = launches[0].tiles, self.plan.rank
-        assert all(tile.first and tile.last for tile in tiles), "nothing is carried"
-        rows = {tile.query.start: tile.query.length for tile in tiles}
-        columns = {tile.key.start: tile.key.length for tile in tiles}
-        return SingleLaunch(
-            tiles,
-            sum(rows.values()) == self.sizes[Side.QUERY, rank],
-            sum(columns.values()) == self.sizes[Side.KEY, rank],
-        )
+        (work,) = launches
+        assert all(tile.first and tile.last for tile in work.tiles), "nothing is carried"
+        covered = (self.covers(work, side) for side in (Side.QUERY, Side.KEY))
+        return SingleLaunch(work.tiles, *covered)
 
     def _find_slots(self) -> dict[tuple[Payload, Side, int, Heads], Slot]:
         """For shards that a launch takes from a buffer: the buffer."""
@@ -197,7 +188,6 @@ class BufferPlan:
         return found
 
     def _find_last_use(self) -> dict[int, list[Slot]]:
-        """After which step each buffer is free again."""
         last: dict[Slot, int] = {}
         for number, step in enumerate(self.plan.steps):
             for work in step.work:

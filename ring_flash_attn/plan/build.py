@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -42,7 +42,7 @@ def make_plan(route: str, problem: Problem, rank: int, backward: bool = False) -
     """The plan of `rank` for a problem on a route."""
     check_route(route)
     steps = _ROUTES[route](problem, rank, backward)
-    in_order = [Step(tuple(sorted(step.transfers)), step.work) for step in steps]
+    in_order = tuple(Step(tuple(sorted(step.transfers)), step.work) for step in steps)
     return _marked(rank, in_order, problem.size(Side.QUERY, rank), problem.nheads_k)
 
 
@@ -70,21 +70,17 @@ def make_work(
     return (Work((query_rank,), owners, heads, tiles, cut),) if tiles else ()
 
 
-def _marked(rank: int, steps: Iterable[Step], size: int, nheads_k: int) -> Plan:
+def _marked(rank: int, steps: tuple[Step, ...], size: int, nheads_k: int) -> Plan:
     """A plan whose tiles know the first and the last launch of their queries."""
-    steps = tuple(steps)
     launches = [work for step in steps for work in step.work]
     groups = sorted({work.heads for work in launches})
     assert all(a[1] <= b[0] for a, b in pairwise(groups)), f"head groups overlap: {groups}"
-    first: dict[tuple[tuple[int, ...], Heads, int], int] = {}
-    last: dict[tuple[tuple[int, ...], Heads, int], int] = {}
-    rows: dict[tuple[tuple[int, ...], Heads, int], int] = {}
+    uses: dict[tuple[tuple[int, ...], Heads, int], tuple[int, int, int]] = {}  # first, last, rows
     for number, work in enumerate(launches):
         for tile in work.tiles:
             key = (work.queries, work.heads, tile.query.start)
-            first.setdefault(key, number)
-            last[key] = number
-            rows[key] = tile.query.length
+            first = uses[key][0] if key in uses else number
+            uses[key] = first, number, tile.query.length
     merged = any(  # somebody else's part of our queries still comes: no launch of ours is the last
         transfer.payload is Payload.RESULT and transfer.side is Side.QUERY
         for step in steps
@@ -97,10 +93,11 @@ def _marked(rank: int, steps: Iterable[Step], size: int, nheads_k: int) -> Plan:
         tiles = []
         for tile in work.tiles:
             key = (work.queries, work.heads, tile.query.start)
-            is_first, is_last = first[key] == number, not merged and last[key] == number
+            first, last, _ = uses[key]
+            is_first, is_last = first == number, not merged and last == number
             tiles.append(Tile(tile.query, tile.key, tile.low, tile.high, is_first, is_last))
         return replace(work, tiles=tuple(tiles))
 
     marked = tuple(Step(step.transfers, tuple(map(mark, step.work))) for step in steps)
-    covered = sum(length * (key[1][1] - key[1][0]) for key, length in rows.items())
+    covered = sum(rows * (end - start) for (_, (start, end), _), (_, _, rows) in uses.items())
     return Plan(rank, marked, complete=not merged and covered == size * nheads_k)

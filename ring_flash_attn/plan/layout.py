@@ -52,9 +52,8 @@ class Span:
         return self._with(self.start + skipped, length, self.position + tokens, self.index + tokens)
 
     def _with(self, start: int, length: int, position: int, index: int) -> Span:
-        return Span(
-            start, length, position, self.stride, self.document, index
-        )  # fast: packs are long
+        # not `replace`, which is slow: packs are long
+        return Span(start, length, position, self.stride, self.document, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +127,9 @@ def spans(
     world_size: int,
     shifts: Sequence[int] | None = None,
 ) -> tuple[Span, ...]:
-    """What `rank` holds of packed documents, in the order of its local rows.
+    """What `rank` holds of packed documents of any lengths, in the order of its local rows.
 
-    Args:
-        layout: how tokens are spread.
-        lengths: tokens of each document; any number, zeros too.
-        rank: whose shard.
-        world_size: number of ranks.
-        shifts: added to the positions of each document (seqlen_k − seqlen_q for queries).
+    `shifts` are added to the positions of each document: seqlen_k − seqlen_q for queries.
     """
     starts = [0, *accumulate(lengths)]
     found: list[Span] = []
@@ -172,10 +166,7 @@ def _between(tokens: range, low: int, high: int) -> range:
 class Sharding:
     """Who holds what of one packed stream (a batch of equal sequences is a stream of one document).
 
-    Attributes:
-        layout: how tokens are spread.
-        lengths: tokens of each document.
-        world_size: number of ranks.
+    `lengths` are the tokens of each document, over all ranks.
     """
 
     layout: Layout

@@ -18,12 +18,7 @@ from .tiles import Mask
 
 
 def check_parts(parts: Sequence[Sequence[int]], size: int) -> None:
-    """ValueError unless all ranks' `Llama3Problem.documents` are of one packed stream.
-
-    Args:
-        parts: of each rank.
-        size: keys of every rank.
-    """
+    """ValueError unless all ranks' `Llama3Problem.documents` are of one stream of `size` a rank."""
     for owner, theirs in enumerate(parts):
         low, high = owner * size, (owner + 1) * size
         for rank, ours in enumerate(parts):
@@ -87,10 +82,10 @@ class Llama3Problem:
 
     def spans(self, side: Side, rank: int) -> tuple[Span, ...]:
         """What is known of a rank's shard: all of our queries, and the keys that we need."""
-        if side is Side.QUERY:
-            assert rank == self.rank, "the queries of other ranks are not known here"
-            return self._queries()
-        return self._keys(rank * self.size_k, (rank + 1) * self.size_k)
+        if side is Side.KEY:
+            return self._keys(rank * self.size_k, (rank + 1) * self.size_k)
+        assert rank == self.rank, "the queries of other ranks are not known here"
+        return self._queries()
 
     def pieces(self, owner: int, user: int) -> tuple[Piece, ...]:
         """Shards stay whole: they follow each other in the stream, whatever the documents are."""

@@ -106,10 +106,8 @@ def trimmed(piece: Piece, spans: Sequence[Span], start: int, end: int) -> Piece:
 def lay(shards: Sequence[tuple[Sequence[Span], Sequence[Piece]]]) -> list[Span]:
     """Spans of several shards as they lie in one buffer, in the order of its rows.
 
-    Where one goes on with the tokens that follow those of the one before, the two become one.
-
-    Args:
-        shards: the spans of each, and those of its pieces that are in the buffer.
+    Where one goes on with the tokens that follow those of the one before, the two become one. Of
+    each shard come its spans, and those of its pieces that are in the buffer.
     """
     rows = arrange([pieces for _, pieces in shards])
     moved = [

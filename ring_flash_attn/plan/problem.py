@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from .layout import Layout, Span, spans
 from .pieces import Piece, cut, trimmed, within
 from .steps import Heads, Side
 from .tiles import Mask, make_tile, make_tiles
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _once(method: Method) -> Method:
+    """Remember, with the problem, what a method has returned for its arguments."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def remembered(self: Problem, *args: object) -> Any:
+        key = (name, *args)
+        if key not in self._memo:
+            self._memo[key] = method(self, *args)
+        return self._memo[key]
+
+    return remembered  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +57,9 @@ class Problem:
         default_factory=dict, init=False, compare=False, repr=False
     )
 
+    @_once
     def spans(self, side: Side, rank: int) -> tuple[Span, ...]:
         """What `rank` holds of one side."""
-        key = ("spans", side, rank)
-        if key not in self._memo:
-            self._memo[key] = self._spans(side, rank)
-        found: tuple[Span, ...] = self._memo[key]
-        return found
-
-    def _spans(self, side: Side, rank: int) -> tuple[Span, ...]:
         if side is Side.KEY:
             return spans(self.layout, self.lengths_k, rank, self.world_size)
         shifts = [k - q for q, k in zip(self.lengths_q, self.lengths_k, strict=True)]
@@ -57,21 +69,15 @@ class Problem:
         """Number of tokens that `rank` holds of one side."""
         return sum(span.length for span in self.spans(side, rank))
 
+    @_once
     def pieces(self, owner: int, user: int) -> tuple[Piece, ...]:
         """What `user` needs of a rank's keys, as it lies together in a buffer; by rows."""
-        key = ("pieces", owner, user)
-        if key not in self._memo:
-            needed = (self._needed(user, piece) for piece in self._all_pieces(owner))
-            self._memo[key] = tuple(piece for piece in needed if piece is not None)
-        found: tuple[Piece, ...] = self._memo[key]
-        return found
+        needed = (self._needed(user, piece) for piece in self._all_pieces()[owner])
+        return tuple(piece for piece in needed if piece is not None)
 
-    def _all_pieces(self, owner: int) -> tuple[Piece, ...]:
-        key = ("all pieces",)
-        if key not in self._memo:
-            self._memo[key] = cut([self.spans(Side.KEY, r) for r in range(self.world_size)])
-        found: tuple[Piece, ...] = self._memo[key][owner]
-        return found
+    @_once
+    def _all_pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        return cut([self.spans(Side.KEY, rank) for rank in range(self.world_size)])
 
     def _needed(self, query_rank: int, piece: Piece) -> Piece | None:
         """A piece from the first key that some query sees to the last."""
@@ -91,28 +97,22 @@ class Problem:
             return None
         return min(tile.seen[0] for tile in tiles), max(tile.seen[1] for tile in tiles)
 
+    @_once
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Whether the mask leaves anything of these queries against these keys."""
-        key = ("needed", query_rank, key_rank)
-        if key not in self._memo:
-            keys = self._by_document(Side.KEY, key_rank)
-            self._memo[key] = any(
-                make_tile(query, span, self.mask) is not None
-                for query in self.spans(Side.QUERY, query_rank)
-                for span in keys.get(query.document, ())
-            )
-        answer: bool = self._memo[key]
-        return answer
+        keys = self._by_document(Side.KEY, key_rank)
+        return any(
+            make_tile(query, span, self.mask) is not None
+            for query in self.spans(Side.QUERY, query_rank)
+            for span in keys.get(query.document, ())
+        )
 
+    @_once
     def _by_document(self, side: Side, rank: int) -> dict[int, list[Span]]:
-        key = ("by document", side, rank)
-        if key not in self._memo:
-            found: dict[int, list[Span]] = {}
-            for span in self.spans(side, rank):
-                found.setdefault(span.document, []).append(span)
-            self._memo[key] = found
-        by_document: dict[int, list[Span]] = self._memo[key]
-        return by_document
+        found: dict[int, list[Span]] = {}
+        for span in self.spans(side, rank):
+            found.setdefault(span.document, []).append(span)
+        return found
 
     @property
     def all_heads(self) -> Heads:

@@ -45,7 +45,7 @@ def held_of(layout: str, cu_seqlens: list[int] | None, total: int, rank: int, n:
 def sample_for(name: str, **options: Any) -> Sample:
     """Make global inputs that a function can take: packing ties head counts and dimensions."""
     family, form = FUNCTIONS[name]
-    lengths = LENGTHS.get(family.signature.__name__)
+    lengths = LENGTHS.get(family.signature.name)
     sizes: dict[str, Any] = {"batch": 2, "seqlen_q": 24} if lengths is None else {}
     if form.startswith("qkvpacked"):
         sizes["nheads_k"] = 4
@@ -84,7 +84,7 @@ def whole(parts: list[Results], tokens: list[Tensor]) -> Results:
 
 def extra_arguments(name: str, sample: Sample, rank: int, n: int) -> dict[str, Any]:
     """Make what a function wants of rank `rank` of `n` besides tensors and common arguments."""
-    kind, cu = FUNCTIONS[name][0].signature.__name__, sample.cu_seqlens_q
+    kind, cu = FUNCTIONS[name][0].signature.name, sample.cu_seqlens_q
     if kind == "anything":
         return {"layout": "zigzag", "route": "query_ring"}
     if cu is None:

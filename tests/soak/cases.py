@@ -92,7 +92,7 @@ class Case:
     def kind(self) -> str:
         """Name of the signature, which says how documents are described."""
         virtual = self.function == VIRTUAL
-        return "virtual" if virtual else FUNCTIONS[self.plain_name][0].signature.__name__
+        return "virtual" if virtual else FUNCTIONS[self.plain_name][0].signature.name
 
     @property
     def form(self) -> str:

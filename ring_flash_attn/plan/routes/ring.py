@@ -38,14 +38,9 @@ def ring(problem: Problem, rank: int, backward: bool) -> list[Step]:
 
 
 def circulate(problem: Problem, rank: int, side: Side, direction: int, returns: bool) -> list[Step]:
-    """Steps of `rank` when the shards of one side visit the ranks in turn.
+    """Steps of `rank` when the shards of one side visit the ranks in turn, upwards or downwards.
 
-    Args:
-        problem: what is to be computed.
-        rank: whose steps.
-        side: the side that travels.
-        direction: 1 or −1, the neighbour that a shard visits next.
-        returns: whether what is accumulated for a shard on its way has to come home.
+    With `returns`, what is accumulated for a shard on its way comes home.
     """
     world_size = problem.world_size
     stays = [_stays(problem, owner, side, direction) for owner in range(world_size)]
