@@ -272,7 +272,7 @@ def test_findings_about_counters_and_others() -> None:
     failed = Row("compare", "xFormers", BOTH, {}, failed="it is not there")
     of = facts(counters=read_counters(RAW), comparison=(*rows, failed))
     text = said(of)
-    assert "tensor cores 68 % busy, and the processors 70 %" in text
+    assert "tensor cores 68 % busy, and the SMs 70 %" in text
     assert "uses 35 % of the bandwidth of DRAM" in text
     assert "wait most for: long scoreboard (2.00 warps" in text
     assert "SDPA cuDNN: 0.500 ms; triton takes 1.000 ms, 2.00 times as long" in text
@@ -322,7 +322,7 @@ def test_verdicts_on_the_gpu_and_who_else_uses_it() -> None:
     assert verdict_of(of) == {
         "forward and backward": "6 TFLOP/s good",
         "GPU busy, in calls one after the other": "62.5 % needs work",
-        "processors (SM) of `attend`": "70 % fair",
+        "SMs of `attend`": "70 % fair",
         "speed-up over torch standard": "1.9x needs work",
         "GPU clock just after the last run": "1200 MHz needs work",
         "other processes on the GPU": "2 needs work",

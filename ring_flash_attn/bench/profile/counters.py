@@ -17,7 +17,7 @@ _TENSOR = "pipe_tensor", ".pct_of_peak_sustained"
 
 # By our name: the title of a column, and what Nsight Compute's versions call it.
 METRICS: dict[str, tuple[str, ...]] = {
-    "sm_percent": ("processors %", "sm__throughput.avg.pct_of_peak_sustained_elapsed"),
+    "sm_percent": ("SMs %", "sm__throughput.avg.pct_of_peak_sustained_elapsed"),
     "tensor_percent": ("tensor cores %",),  # each GPU has other names
     "memory_percent": (
         "memory %",

@@ -16,7 +16,7 @@ _TENSOR, _OCCUPANCY = 60.0, 25.0  # percent
 _COPIES = ("memcpy", "memset", "copy", "fill")  # in names of kernels
 _SHOWN = 60  # characters of a kernel's name
 # Limits of the original documents.
-_BUSY, _BANDWIDTH, _PROCESSORS, _SPEED_UP = (90.0, 70.0), 80.0, 90.0, (3.0, 2.0)
+_BUSY, _BANDWIDTH, _SMS, _SPEED_UP = (90.0, 70.0), 80.0, 90.0, (3.0, 2.0)
 _PLAIN = "torch standard"
 Finding = tuple[str, str]  # a sentence with a number, and what to try, if anything
 
@@ -46,7 +46,7 @@ def verdicts(facts: Facts) -> Iterator[Verdict]:
         first = facts.counters[0]
         for what, value, good in (
             ("memory bandwidth", first.values["memory_percent"], _BANDWIDTH),
-            ("processors (SM)", first.values["sm_percent"], _PROCESSORS),
+            ("SMs", first.values["sm_percent"], _SMS),
         ):
             if value is not None:
                 yield judge(f"{what} of `{short(first.name)}`", value, good, None, " %")
@@ -175,12 +175,12 @@ def _counters(facts: Facts) -> Iterator[Finding]:
         return
     first = facts.counters[0]
     name, values = f"`{short(first.name)}`", first.values
-    processors, tensor = values["sm_percent"], values["tensor_percent"]
+    busy, tensor = values["sm_percent"], values["tensor_percent"]
     dram, occupancy = values["dram_percent"], values["occupancy_percent"]
-    if tensor is not None and processors is not None:
+    if tensor is not None and busy is not None:
         yield (
-            f"{name} keeps the tensor cores {tensor:.0f} % busy, and the processors "
-            f"{processors:.0f} %.",
+            f"{name} keeps the tensor cores {tensor:.0f} % busy, and the SMs "
+            f"{busy:.0f} %.",
             "other block sizes (`rfa tune`)" if tensor < _TENSOR else "",
         )
     if dram is not None:
