@@ -80,6 +80,7 @@ def test_a_lost_rank() -> None:
     faults.lost(world_size=2, victim=0, when="in the backward pass of", launch=1, seed=3)
 
 
+@pytest.mark.slow
 def test_memory_that_grows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(packs.LIMITS, "blocks", 500)
     seen = []

@@ -464,6 +464,7 @@ def _on_three_processors(rank: int, world_size: int) -> tuple[list[dict[str, flo
     return errors, int(counter)
 
 
+@pytest.mark.slow
 def test_programs_share_the_work_and_leave_the_counter_at_zero(pool: Ranks) -> None:
     for errors, counter in pool.run(_on_three_processors, timeout=120):
         for found in errors:

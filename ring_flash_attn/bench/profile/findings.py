@@ -179,8 +179,7 @@ def _counters(facts: Facts) -> Iterator[Finding]:
     dram, occupancy = values["dram_percent"], values["occupancy_percent"]
     if tensor is not None and busy is not None:
         yield (
-            f"{name} keeps the tensor cores {tensor:.0f} % busy, and the SMs "
-            f"{busy:.0f} %.",
+            f"{name} keeps the tensor cores {tensor:.0f} % busy, and the SMs {busy:.0f} %.",
             "other block sizes (`rfa tune`)" if tensor < _TENSOR else "",
         )
     if dram is not None:
