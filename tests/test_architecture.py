@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -247,6 +248,16 @@ def test_plain_data_runs_without_torch(module: str) -> None:
         f"import ring_flash_attn.{module}"
     )
     assert "ring_flash_attn" in loaded_by(statement)
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    names = Counter(
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_every_file_opens_with_a_sentence() -> None:

@@ -24,7 +24,7 @@ def call_of(workload: Workload, device: torch.device, with_lse: bool = False) ->
         nheads_k=w.nheads_k,
         headdim=w.headdim,
         headdim_v=w.headdim_v or w.headdim,
-        softmax_scale=w.softmax_scale or w.headdim**-0.5,
+        softmax_scale=w.headdim**-0.5 if w.softmax_scale is None else w.softmax_scale,
         mask=w.mask,
         softcap=w.softcap,
         alibi_slopes=torch.empty((*lead, w.nheads), device="meta") if w.alibi else None,

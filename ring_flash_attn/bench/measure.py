@@ -50,12 +50,15 @@ def measure(
         A row for each implementation and pass; of one that cannot do it, or fails, they say why.
 
     Raises:
-        ValueError: there is no such implementation, repeats is no positive number, or there are
-            no graphs on the device.
+        ValueError: there is no such implementation, repeats is no positive number, there are no
+            graphs on the device, or the workload has documents or features.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be positive, not {repeats}")
     check_graphs(graphs, device)
+    left_out = [*workload.features, *(["cu_seqlens"] if workload.packed else [])]
+    if left_out:
+        raise ValueError(f"{', '.join(left_out)}: only plain batches are measured on one device")
     passes = PASSES if grad else (FORWARD,)
     trials = [_Trial(each) for each in find_all(names, workload, device)]
     samples: dict[tuple[str, str], Samples] = {}

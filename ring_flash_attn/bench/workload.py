@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,9 @@ _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _LSE_BYTES = 4
 _SEED = 0
 _SIZES = ("batch", "seqlen", "nheads", "nheads_k", "headdim")
-_FEATURES = ("seqlen_k", "headdim_v", "softmax_scale", "softcap", "dropout_p")
-_FLAGS = ("alibi", "sink", "lse_grad")
+_FEATURES = (  # what most workloads do not have
+    "seqlen_k", "headdim_v", "softmax_scale", "softcap", "dropout_p", "alibi", "sink", "lse_grad",
+)  # fmt: skip
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
@@ -107,6 +108,8 @@ class Workload:
         if self.cu_seqlens_k is not None:
             put("cu_seqlens_k", tuple(self.cu_seqlens_k))
             put("seqlen_k", sum(lengths_of(self.cu_seqlens_k)))
+            if len(self.cu_seqlens_k) != len(self.cu_seqlens or ()):
+                raise ValueError("cu_seqlens_k must delimit as many documents as cu_seqlens")
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
@@ -160,6 +163,13 @@ class Workload:
         """What attention functions take of it, by flash-attn's names."""
         names = ("causal", "softmax_scale", "softcap", "dropout_p")
         return {"window_size": self.window, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """What it has besides a mask and documents with as many keys as queries."""
+        usual = {each.name: each.default for each in fields(self)}
+        values = {name: getattr(self, name) for name in _FEATURES}
+        return {name: value for name, value in values.items() if value != usual[name]}
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -240,8 +250,7 @@ class Workload:
             values["lengths"] = list(self.lengths)
         if self.cu_seqlens_k is not None:
             values["lengths_k"] = list(self.lengths_k)
-        more = {name: getattr(self, name) for name in (*_FEATURES, *_FLAGS)}
-        return {**values, **{name: value for name, value in more.items() if value}}
+        return {**values, **self.features}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Workload:

@@ -72,7 +72,7 @@ def exit_code(results: Sequence[Result]) -> int:
 
 def _groups(results: Iterable[Result]) -> list[list[Result]]:
     """Results of one function, point and dtype."""
-    functions, dtypes = function_names(prefixes=True), list(reversed(SHORT_DTYPES))  # fp64 first
+    functions, dtypes = function_names(prefixes=True), ("float64", "float32", "bfloat16", "float16")
     layouts, routes = ("", *layout_names()), ("", *route_names())
 
     def order(result: Result) -> tuple[int, int, int, str, int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 from ring_flash_attn.bench import implementations
 from ring_flash_attn.bench.exact import errors_of, exact
 from ring_flash_attn.bench.implementations import Implementation, find_implementation
+from ring_flash_attn.bench.inputs import call_of
 from ring_flash_attn.bench.machine import (
     _from_nvidia_smi,
     commit,
@@ -83,11 +86,53 @@ def test_presets_are_those_of_the_documents() -> None:
         ({"nheads": 3}, "query heads.*3"),
         ({"window": (-2, 0)}, "window"),
         ({"dtype": torch.int32}, "int32"),
+        ({"batch": 2, "cu_seqlens": (0, 5)}, "batch 2"),
+        ({"batch": 1, "cu_seqlens": (1, 5)}, "cu_seqlens 1,5"),
+        ({"batch": 1, "cu_seqlens": (0, 5), "cu_seqlens_k": (0, 2, 5)}, "as many documents"),
     ],
 )
 def test_wrong_workloads_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Workload(**{"nheads_k": 2, **changes})
+
+
+PACKED = Workload(1, 0, 4, 2, 8, True, dtype="fp32", cu_seqlens=(0, 7, 7, 31))
+FEATURES = replace(PACKED, cu_seqlens_k=(0, 9, 12, 31), headdim_v=6, softmax_scale=0.0, sink=True)
+
+
+@pytest.mark.parametrize("of", [SMALL, PACKED, FEATURES], ids=str)
+def test_a_workload_survives_a_file(of: Workload) -> None:
+    assert Workload.from_dict(json.loads(json.dumps(of.to_dict()))) == of
+
+
+def test_documents_are_counted_one_by_one() -> None:
+    assert (PACKED.seqlen, PACKED.lengths) == (31, (7, 0, 24))
+    assert PACKED.pairs == 7 * 8 // 2 + 24 * 25 // 2
+    keys = ((7, 9), (0, 3), (24, 19))  # the last query sees the last key
+    pairs = sum(max(0, i + 1 + k - q) for q, k in keys for i in range(q))
+    assert FEATURES.pairs == pairs
+    assert FEATURES.flops() == 2 * 4 * pairs * (8 + 6)
+    assert FEATURES.bytes() == 31 * (4 + 2) * (8 + 6) * 4 + 31 * 4 * 4
+    assert FEATURES.bytes("both") == 3 * 31 * (4 + 2) * (8 + 6) * 4 + 2 * 31 * 4 * 4
+
+
+def test_a_rank_has_its_share_of_every_document() -> None:
+    assert replace(PACKED, cu_seqlens=(0, 8, 8, 32)).share(4).lengths == (2, 0, 6)
+    uneven = PACKED.share(4)
+    assert uneven.seqlen == 31 // 4
+    assert all(abs(own - whole / 4) < 1 for own, whole in zip(uneven.lengths, PACKED.lengths))
+    assert SMALL.share(4) == replace(SMALL, seqlen=37 // 4)
+
+
+def test_the_call_has_the_workloads_own_scale() -> None:
+    assert call_of(FEATURES, CPU).softmax_scale == 0.0
+    assert call_of(PACKED, CPU).softmax_scale == 8**-0.5
+
+
+@pytest.mark.parametrize("of", [PACKED, replace(SMALL, softcap=2.0)], ids=["packed", "softcap"])
+def test_what_would_be_left_out_is_refused(of: Workload) -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens|softcap"):
+        measure(["reference"], of, CPU, kind="bench", repeats=1)
 
 
 # What is right.

@@ -57,7 +57,7 @@ def _calls(
     if workload.packed:
         q, k, v, dout = (x.squeeze(0) for x in (q, k, v, dout))
     leaves = packed_leaves(function.form, q, k, v)
-    run = partial(getattr(api, function.name), **leaves, **arguments, causal=workload.causal)
+    run = partial(getattr(api, function.name), **leaves, **arguments, **workload.options)
 
     def both() -> tuple[Tensor, ...]:
         out = run()
@@ -86,7 +86,7 @@ class Group:
         """Return if the trial had the same outcome on all ranks, and messages still arrive.
 
         Raises:
-            ValueError: outcomes differ, or a rank does not answer within a minute; says which.
+            ValueError: outcomes differ, or a rank does not answer within the group's timeout.
             RuntimeError: the trial failed, and it cannot be known whether the others failed, too;
                 or its messages are still under way.
         """
