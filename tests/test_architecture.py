@@ -260,6 +260,14 @@ def test_no_class_has_the_name_of_another() -> None:
     assert [name for name, times in names.items() if times > 1] == []
 
 
+def test_routes_are_there_with_the_plans() -> None:
+    """In a process that has imported nothing else."""
+    code = "from ring_flash_attn.plan import route_names; print(*route_names())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    routes = {path.stem for path in (PACKAGE / "plan" / "routes").glob("*.py")} - {"__init__"}
+    assert set(found.stdout.split()) == routes
+
+
 def test_every_file_opens_with_a_sentence() -> None:
     for module, path in MODULES.items():
         doc = ast.get_docstring(ast.parse(path.read_text()))

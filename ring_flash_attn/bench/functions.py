@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from ..plan import routes as _routes  # registers them
 from ..plan.build import route_names
 from ..plan.layout import layout_names
 
 if TYPE_CHECKING:
     from ..api.families import Family
-
-del _routes
 
 
 @dataclass(frozen=True, slots=True)

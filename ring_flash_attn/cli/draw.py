@@ -12,15 +12,12 @@ from rich.console import Console
 from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..draw.schedule import Schedule
-from ..plan import routes as _routes  # registers them
 from ..plan.layout import get_layout, layout_names
 from ..plan.problem import Problem
 from . import options as o
 from .console import usage_errors, write, write_text
 from .groups import check_lengths
 from .workloads import parse_offsets, parse_window
-
-del _routes
 
 
 def draw(

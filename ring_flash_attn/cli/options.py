@@ -11,11 +11,8 @@ from ..bench.link import LINKS, NONE
 from ..bench.results import implementation_names
 from ..bench.workload import PRESETS
 from ..kernels.base import AUTO, NATIVE, kernel_names
-from ..plan import routes as _routes  # registers them
 from ..plan.build import route_names
 from ..plan.layout import layout_names
-
-del _routes
 
 
 def kernel_choices() -> tuple[str, ...]:

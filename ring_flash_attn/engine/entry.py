@@ -12,7 +12,6 @@ from torch import Tensor
 from .. import comm
 from ..cache import Cache
 from ..kernels.base import registrations
-from ..plan import routes as _routes  # registers them
 from ..plan.build import check_route
 from ..plan.layout import get_layout
 from ..plan.llama3 import Llama3Problem
@@ -24,8 +23,6 @@ from .prepare import Options, Output, prepare_virtual, run_on_group, run_prepare
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-del _routes
 
 _CONNECTED = 16  # ranks of which each may have a connection to every other
 _FEW_TOKENS = 8192  # of a rank; with more, launches of two sources are as fast as larger ones

@@ -3,6 +3,7 @@
 What a route needs is here: `from ring_flash_attn.plan import Problem, Step, make_work, …`.
 """
 
+from . import routes  # registers them
 from .build import make_plan, make_work, register_route, route_names
 from .layout import register_layout
 from .problem import Problem
@@ -21,4 +22,5 @@ __all__ = [
     "register_layout",
     "register_route",
     "route_names",
+    "routes",
 ]

@@ -10,11 +10,8 @@ from typing import Any
 from ..bench.inputs import problem_of
 from ..bench.workload import Placement, Workload
 from ..draw.schedule import Schedule, colour
-from ..plan import routes as _routes  # registers them
 from ..plan.build import route_names
 from ..plan.layout import FLAT_PREFIX, layout_names
-
-del _routes
 
 WORLD_SIZES = (2, 4, 8)
 _TOKENS = {2: 16, 4: 16, 8: 32}
