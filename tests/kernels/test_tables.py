@@ -42,25 +42,24 @@ def _tiles(lengths: list[int], left: int | None) -> list[Tile]:
 def test_a_block_walks_from_the_first_tile_it_sees_to_the_last(
     lengths: list[int], left: int | None, block: int, by_key: bool
 ) -> None:
-    from ring_flash_attn.kernels.triton.tables import table
+    from ring_flash_attn.kernels.triton.tables import BlockEntry, TileEntry, table
 
     tiles = _tiles(lengths, left)
     made = table(tiles, block, 32, by_key, torch.device("cpu"))
-    others = made.tiles.tolist()
+    others = [TileEntry(*row[: len(TileEntry._fields)]) for row in made.tiles.tolist()]
     covered = 0
-    for entry in made.blocks.tolist():
-        _, rows, number, first, last = entry[:5]
-        assert entry[12:] == others[first][:4]
+    for row in made.blocks.tolist():
+        own = BlockEntry(*row[: len(BlockEntry._fields)])
+        assert tuple(row[len(own) : len(own) + len(TileEntry._fields)]) == others[own.tile]
         seen = []
-        for tile in others[first:last]:
-            _, length, low, high = tile[:4]
+        for tile in others[own.tile : own.last_tile]:
             pairs = sum(
-                max(0, min(length - 1, i + high) - max(0, i + low) + 1)
-                for i in range(number, number + rows)
+                max(0, min(tile.length - 1, i + tile.high) - max(0, i + tile.low) + 1)
+                for i in range(own.first, own.first + own.rows)
             )
             seen.append(pairs)
-        assert last == first + 1 or (seen[0] and seen[-1])
-        assert 0 < rows <= block
+        assert own.last_tile == own.tile + 1 or (seen[0] and seen[-1])
+        assert 0 < own.rows <= block
         covered += sum(seen)
     assert covered == sum(tile.pairs for tile in tiles)
 

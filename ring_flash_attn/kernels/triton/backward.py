@@ -17,6 +17,7 @@ import triton.language as tl
 from .scores import (
     ANY_NUMBER,
     LOG2E,
+    block_entry,
     dot,
     finish_scores,
     inside_of,
@@ -25,6 +26,7 @@ from .scores import (
     place,
     row_keys,
     spread,
+    tile_entry,
 )
 
 
@@ -195,10 +197,9 @@ def keys_kernel(
 ):
     """dK and dV of BLOCK_N keys of one KV head: all query heads of its group, all tiles."""
     block, pair = place(count, section)
-    entry = blocks_ptr + block * 16
-    row, columns, j0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    first_tile, last_tile = tl.load(entry + 3), tl.load(entry + 4)
-    position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
+    own = block_entry(blocks_ptr, block)
+    row, columns, j0 = own.row, own.rows, own.first
+    position, index, stride = own.position, own.token, own.stride
     batch, head_k = pair // nheads_k, pair % nheads_k
     batch64 = batch.to(tl.int64)
 
@@ -228,13 +229,13 @@ def keys_kernel(
         q_row0, q_col = batch * q_brow + head * q_hrow, batch * q_bcol + head * q_hcol
         o_row0, o_col = batch * o_brow + head * o_hrow, batch * o_bcol + head * o_hcol
         stats_base = stats_ptr + batch64 * s_batch + head.to(tl.int64) * s_head
-        tile = first_tile
-        while tile < last_tile:
-            at = tiles_ptr + tile * 8
-            other, q_len, low = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-            high, q_position, q_index = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+        tile = own.tile
+        while tile < own.last_tile:
+            queries = tile_entry(tiles_ptr, tile)
+            other, q_len, low = queries.row, queries.length, queries.low
+            high, q_index = queries.high, queries.token
             other64 = other.to(tl.int64)
-            distance = position + numbers * stride - q_position  # to the tile's first query
+            distance = position + numbers * stride - queries.position  # to the tile's first query
             begin = tl.maximum(0, j0 + low)
             end = tl.minimum(q_len, j0 + columns + high)
             first = columns_j + low
@@ -327,10 +328,9 @@ def queries_kernel(
 ):
     """dQ of BLOCK_M queries of one head: all tiles of the span."""
     block, pair = place(count, section)
-    entry = blocks_ptr + block * 16
-    row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    tile, last_tile = tl.load(entry + 3), tl.load(entry + 4)
-    position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
+    own = block_entry(blocks_ptr, block)
+    row, rows, i0, tile = own.row, own.rows, own.first, own.tile
+    position, index, stride = own.position, own.token, own.stride
     batch, head = pair // nheads, pair % nheads
     batch64, head_k = batch.to(tl.int64), head // group
 
@@ -360,11 +360,10 @@ def queries_kernel(
     rows_i = i0 + numbers
     dq = tl.zeros([BLOCK_M, D], tl.float32)
 
-    while tile < last_tile:
-        at = tiles_ptr + tile * 8
-        k_row, k_len, low = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-        high, k_position, k_index = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
-        distance = k_position - position - numbers * stride
+    while tile < own.last_tile:
+        keys = tile_entry(tiles_ptr, tile)
+        k_row, k_len, low, high, k_index = keys.row, keys.length, keys.low, keys.high, keys.token
+        distance = keys.position - position - numbers * stride
         begin = tl.maximum(0, i0 + low)
         end = tl.minimum(k_len, i0 + rows + high)
         first = rows_i + low

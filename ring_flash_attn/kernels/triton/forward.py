@@ -12,8 +12,11 @@ import triton.language as tl
 
 from .scores import (
     ANY_NUMBER,
+    FIRST,
+    LAST,
     LN2,
     LOG2E,
+    block_entry,
     dot,
     finish_scores,
     inside_of,
@@ -22,6 +25,7 @@ from .scores import (
     place,
     row_keys,
     spread,
+    tile_entry,
 )
 
 CARRY = tl.constexpr(23.0)  # log2 of the weight that the state starts with; see `forward_kernel`
@@ -127,10 +131,9 @@ def forward_kernel(
 ):
     """Output and lse of BLOCK_M queries of one head: all tiles of the span."""
     block, pair = place(count, section)
-    entry = blocks_ptr + block * 16
-    row, rows, i0 = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    tile, last_tile, flags = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
-    position, index, stride = tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
+    own = block_entry(blocks_ptr, block)
+    row, rows, i0, tile = own.row, own.rows, own.first, own.tile
+    position, index, stride = own.position, own.token, own.stride
     batch, head = pair // nheads, pair % nheads
     head_k = head // group
 
@@ -156,7 +159,7 @@ def forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    is_first = (flags & 1) != 0
+    is_first = (own.flags & FIRST) != 0
     if SINK or not is_first:
         lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
         m = lse * LOG2E - CARRY
@@ -174,11 +177,10 @@ def forward_kernel(
         row_hash = row_keys(seed_ptr, batch, head + head_start, index + numbers * stride)
     rows_i = i0 + numbers
 
-    while tile < last_tile:
-        at = tiles_ptr + tile * 8
-        k_row, k_len, low = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-        high, k_position, k_index = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
-        distance = k_position - position - numbers * stride
+    while tile < own.last_tile:
+        keys = tile_entry(tiles_ptr, tile)
+        k_row, k_len, low, high, k_index = keys.row, keys.length, keys.low, keys.high, keys.token
+        distance = keys.position - position - numbers * stride
         begin = tl.maximum(0, i0 + low)
         end = tl.minimum(k_len, i0 + rows + high)
         first = rows_i + low
@@ -217,7 +219,7 @@ def forward_kernel(
         acc = acc / l_safe[:, None]
     tl.debug_barrier()  # several warps may have read the lse that one of them writes
     tl.store(lse_ptrs, tl.where(total != 0, (m + tl.log2(l_safe)) * LN2, float("-inf")), mask=valid)
-    if RESULT and (flags & 2) != 0:
+    if RESULT and (own.flags & LAST) != 0:
         result_ptrs = result_ptr + batch.to(tl.int64) * r_batch + head * r_head
         result_ptrs += here[:, None] * r_row + depth_v[None, :]
         tl.store(result_ptrs, acc.to(result_ptr.dtype.element_ty), mask=out_mask)

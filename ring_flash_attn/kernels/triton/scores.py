@@ -9,6 +9,9 @@ natural.
 import triton
 import triton.language as tl
 
+from . import tables
+from .tables import BlockEntry, TileEntry
+
 # Arguments that change from call to call and whose divisibility helps nobody: one kernel for all.
 ANY_NUMBER = [
     "threshold", "head_start", "nheads", "nheads_k", "group", "count", "section", "slopes_batch",
@@ -17,6 +20,29 @@ ANY_NUMBER = [
 ]
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+BLOCK_COLUMNS = tl.constexpr(tables.BLOCK_COLUMNS)
+TILE_COLUMNS = tl.constexpr(tables.TILE_COLUMNS)
+FIRST, LAST = tl.constexpr(tables.FIRST), tl.constexpr(tables.LAST)
+
+
+@triton.jit
+def block_entry(blocks_ptr, number):
+    """What a program does; loads of what it does not use are dropped by the compiler."""
+    at = blocks_ptr + number * BLOCK_COLUMNS
+    return BlockEntry(
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
+        tl.load(at + 5), tl.load(at + 6), tl.load(at + 7), tl.load(at + 8),
+    )
+
+
+@triton.jit
+def tile_entry(tiles_ptr, number):
+    """One tile."""
+    at = tiles_ptr + number * TILE_COLUMNS
+    return TileEntry(
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
+        tl.load(at + 5),
+    )
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,41 @@ from ...plan.layout import Span
 from ...plan.tiles import Tile
 from ..device_cache import DeviceCache, to_device
 
-FIRST, LAST = 1, 2
+FIRST, LAST = 1, 2  # flags of a block
+
+
+class TileEntry(NamedTuple):
+    """A row of `tiles`: the other side of a tile, and the band that the mask leaves of it."""
+
+    row: int
+    length: int
+    low: int
+    high: int
+    position: int
+    token: int
+
+
+class BlockEntry(NamedTuple):
+    """A row of `blocks`: the rows that a program owns; its first tile's `TileEntry` follows.
+
+    Attributes:
+        first: number of the first row in its span.
+        tile, last_tile: the tiles tile … last_tile - 1 are those of which the rows see something;
+            one that they do not see, if there is none.
+    """
+
+    row: int
+    rows: int
+    first: int
+    tile: int
+    last_tile: int
+    flags: int
+    position: int
+    token: int
+    stride: int
+
+
+TILE_COLUMNS, BLOCK_COLUMNS = 8, 16  # 32 and 64 bytes
 _MUCH = 20  # a twentieth: asking costs 1 to 2 %, skipping saves less than half of a block
 
 
@@ -26,10 +61,8 @@ class Table:
     """What a launch reads.
 
     Attributes:
-        blocks: (programs, 16) int32: row, rows, number of the first row in its span, first tile
-            of which they see something (any, if of none), one past the last, flags, position,
-            token, stride, three that mean nothing, and the first four numbers of that first tile.
-        tiles: (tiles, 8) int32: row of the other side, its length, low, high, position, token.
+        blocks: (programs, BLOCK_COLUMNS) int32: `BlockEntry`, then `TileEntry` of its first tile.
+        tiles: (tiles, TILE_COLUMNS) int32: `TileEntry`.
         windowed: some tile's band starts inside: there is an edge on the left.
         short: some other side is shorter than a block.
         longest, total: what the first program, which has most to do, and all together do: rows of
@@ -81,31 +114,32 @@ def _build(
         else:
             item = tile.query, tile.key, tile.low, tile.high, flags
         groups.setdefault(item[0].start, []).append(item)
-    blocks: list[list[int]] = []
-    others: list[list[int]] = []
+    blocks: list[BlockEntry] = []
+    others: list[TileEntry] = []
     work: list[int] = []
     for items in groups.values():
         own, flags = items[0][0], items[0][4]
         begin = len(others)
         for _, other, low, high, _ in items:
-            others.append([other.start, other.length, low, high, other.position, other.index, 0, 0])
+            span = other.start, other.length
+            others.append(TileEntry(*span, low, high, other.position, other.index))
         for i in range(0, own.length, block):
             rows = min(block, own.length - i)
             position, token = own.position + i * own.stride, own.index + i * own.stride
             seen = [_columns(i, rows, item) for item in items]
             some = [begin + n for n, columns in enumerate(seen) if columns] or [begin]
             walk = some[0], some[-1] + 1
-            row = [own.start + i, rows, i, *walk, flags, position, token, own.stride]
-            blocks.append([*row, 0, 0, 0, *others[row[3]][:4]])
+            place = position, token, own.stride
+            blocks.append(BlockEntry(own.start + i, rows, i, *walk, flags, *place))
             work.append(sum(seen))
     order = sorted(range(len(blocks)), key=lambda n: -work[n])  # the longest first
-    in_halves = sum(n for row, n in zip(blocks, work, strict=True) if 2 * row[1] <= block)
+    in_halves = sum(n for entry, n in zip(blocks, work, strict=True) if 2 * entry.rows <= block)
     windowed = any(tile.low > 1 - tile.query.length for tile in tiles)
     return Table(
-        _on(device, [blocks[n] for n in order]),
-        _on(device, others),
+        _on(device, [(*blocks[n], *others[blocks[n].tile]) for n in order], BLOCK_COLUMNS),
+        _on(device, others, TILE_COLUMNS),
         windowed,
-        any(other[1] < loop for other in others),
+        any(other.length < loop for other in others),
         max(work),
         sum(work),
         in_halves * _MUCH > sum(work),
@@ -118,5 +152,7 @@ def _columns(i: int, rows: int, item: tuple[Span, Span, int, int, int]) -> int:
     return max(0, min(other.length, i + rows + high) - max(0, i + low))
 
 
-def _on(device: torch.device, rows: list[list[int]]) -> Tensor:
-    return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
+def _on(device: torch.device, rows: Sequence[tuple[int, ...]], columns: int) -> Tensor:
+    """The rows, as many columns wide."""
+    filled = torch.tensor(rows, dtype=torch.int32, device="cpu")
+    return to_device(torch.nn.functional.pad(filled, (0, columns - filled.shape[1])), device)

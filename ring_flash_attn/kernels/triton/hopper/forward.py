@@ -1,49 +1,50 @@
-"""Forward on Hopper: warps that load, and two groups of warps that compute, on their own clocks.
+"""Forward on Hopper: a persistent, warp-specialised kernel with ping-pong scheduling.
 
-    producer      Q  K0  V0   K1     V1   K2     V2 …               (bulk copies; waits for "empty")
+    producer      Q  K0  V0   K1     V1   K2     V2 …               (TMA; waits for "empty")
     consumer 0        S0 ·softmax0· S1 P0·V0 ·softmax1· S2 P1·V1 ·softmax2· …
     consumer 1            S0 ·softmax0· S1 P0·V0 ·softmax1· S2 P1·V1 …
 
-A piece of work is 128 queries of one head, 64 for each consumer, which walks through the tiles of
-their span like the portable kernel (`../forward.py`). A consumer hands the products of the next
-block, S = q · k', and of this one, p · v, to the tensor cores before it computes the next softmax;
-while it does that, the other one multiplies. They take turns at it: products of both at once would
-all come late. With narrow heads (64), whose products are short, a consumer passes the turn when its
-own are there, and warps release keys and values one by one.
+A work item is 128 queries of one head, 64 for each consumer warpgroup, which goes through the tiles
+of their span like the portable kernel (`../forward.py`). A consumer issues the WGMMAs of the next
+block, S = q · k', and of this one, p · v, before it computes the next softmax; while it does that,
+the other one multiplies. Named barriers order them (ping-pong): WGMMAs of both at once would all
+come late. With narrow heads (64), whose products are short, a consumer passes the turn when its own
+are complete, and warps release keys and values one by one.
 
 Most blocks need no new maximum: powers above the one that the row has are right as long as none
 is too large, which their sums tell. So a consumer's warp looks for a maximum in the first block, in
 those with a mask, and in others only when a sum is above LIMIT; else neither the output nor the sum
-so far is scaled, and powers need not wait.
+so far is rescaled, and powers need not wait.
 
-There is a program for each multiprocessor, which does one piece of work after the other: the
-producer takes the next one from a counter in memory, tells the consumers, and loads it while they
-are still busy with the one before. So nobody waits for a program to start, the longest pieces come
-first, and of one that starts late, because something else runs on its multiprocessor, the others do
-all; where nothing else is to be expected, because there is but one launch (SINGLE_LAUNCH), all but
-its first piece, which it need not ask for. Where a state is carried, the producer also has the
-cache fetch the one that the next piece goes on from.
+The kernel is persistent, one program for each SM: the producer takes the next item from an atomic
+counter in memory, passes it to the consumers, and loads it while they are still busy with the one
+before. So no program waits to be launched, the longest items come first, and of a program that
+starts late, because something else runs on its SM, the others do all; where nothing else is to be
+expected, because there is but one launch (SINGLE_LAUNCH), all but its first item, which it need not
+ask for. Where a state is carried, the producer also prefetches the next item's into L2.
 
-Of a piece with at most 64 queries consumer 1 has none. Where many are like that (HALVES), it does
-no more for them than keep step.
+Of an item with at most 64 queries consumer 1 has none. Where many are like that (HALVES), it only
+arrives at the barriers.
 
-    barrier         who arrives       what it says
-    item_full[b]    the producer      buffer b says which piece of work is next
+    mbarrier        who arrives       what it says
+    item_full[b]    the producer      buffer b holds the next item
     item_empty[b]   both consumers    they are done with it, and with its queries
-    q_full[b]       bulk copies       the queries of that piece are there
-    k_full[s]       a bulk copy       stage s holds a block of keys; v_full[s]: of values (for short
-                                      documents the producer arrives: see `told_by_copy`)
+    q_full[b]       TMA               the queries of that item are there
+    k_full[s]       TMA               stage s holds a block of keys; v_full[s]: of values (for short
+                                      documents the producer arrives: see `barrier_of_copy`)
     k_empty[s]      both consumers    nobody reads stage s any more; v_empty[s]
-    turn of c       the other one     it has handed over its products, has them, or has none
+    turn of c       the other one     it has issued its WGMMAs, has the results, or has none
 
-To make one takes some 70 clocks, and nothing is loaded before all are made: where there is no state
-to load sooner (SINGLE_LAUNCH), item_full and q_full are the same.
+To initialise an mbarrier takes some 70 clocks, and nothing is loaded before all are: where there is
+no state to load sooner (SINGLE_LAUNCH), item_full and q_full are the same.
 
 Registers: the producer keeps 24 a thread, and the consumers have 240. With head dimension 128 a
 consumer's thread needs 64 for the output, 64 for scores and 32 for rounded probabilities.
 """
 
 # fmt: off
+
+from typing import Any, NamedTuple
 
 from .gluon import (
     await_turn,
@@ -65,10 +66,19 @@ from .gluon import (
 )
 from .primitives import (
     ANY_NUMBER,
+    BLOCK_COLUMNS,
+    BLOCK_NUMBERS,
+    FIRST,
+    LAST,
     LN2,
     LOG2E,
+    TILE_COLUMNS,
+    Item,
+    Scale,
+    Schedule,
+    barrier_of_copy,
     barriers,
-    begin_of,
+    block_entry,
     capped,
     clear_short,
     first_item,
@@ -76,11 +86,11 @@ from .primitives import (
     in_eights,
     next_item,
     place,
-    scalars,
-    tell,
-    told,
-    told_by_copy,
+    read_item,
+    rows_of,
+    tile_entry,
     write,
+    write_item,
 )
 
 CARRY = gl.constexpr(23.0)  # see `../forward.py`
@@ -90,13 +100,85 @@ V_EMPTY = gl.constexpr(3)
 LIMIT = gl.constexpr(1024.0)  # of sums of powers above a maximum that is not new; fp16 has 65504
 
 
+class Traits(NamedTuple):
+    """What the kernel was compiled for."""
+
+    BLOCK_N: Any
+    DV: Any
+    WINDOW: Any
+    SOFTCAP: Any
+    SINK: Any
+    RESULT: Any
+    SHORT_DOCS: Any
+    EVEN: Any
+    SINGLE_LAUNCH: Any
+    HALVES: Any
+
+
+class Inputs(NamedTuple):
+    """What the producer loads: TMA descriptors, and how heads go together."""
+
+    q: Any
+    k: Any
+    v: Any
+    nheads: Any
+    group: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory and its mbarriers."""
+
+    q: Any  # [ITEMS * 2, HALF, D]
+    k: Any  # [STAGES, BLOCK_N, D]
+    v: Any  # [STAGES, BLOCK_N, DV]
+    item: Any  # [ITEMS, 16]
+    item_full: Any
+    item_empty: Any
+    q_full: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+class Output(NamedTuple):
+    """Pointers, with strides (batch, row, head): the state (out, lse), and the final output."""
+
+    out: Any
+    lse: Any
+    result: Any
+    dv: Any
+    out_strides: Any
+    lse_strides: Any
+    result_strides: Any
+
+
+class Keys(NamedTuple):
+    """The keys of a tile, its band, and which keys, begin … end, the rows of an item see."""
+
+    length: Any
+    low: Any
+    high: Any
+    begin: Any
+    end: Any
+
+
+class Softmax(NamedTuple):
+    """The running state of online softmax."""
+
+    acc: Any  # output, not normalised
+    m: Any  # maximum of each row, in base 2
+    total: Any  # eight sums of each row
+    p: Any  # probabilities of the last block, which wait for their product with its values
+
+
 @gluon.jit
 def span_of(tile_ptr, i0, rows):
-    """A tile: row of its keys, how many, the band, and the keys begin … end that the rows see."""
-    k_row, k_len, low, high = scalars(tile_ptr)
-    begin = gl.maximum(0, i0 + low)
-    end = gl.minimum(k_len, i0 + rows + high)
-    return k_row, k_len, low, high, begin, end
+    """The row of a tile's first key, and its keys."""
+    tile = tile_entry(tile_ptr)
+    begin = gl.maximum(0, i0 + tile.low)
+    end = gl.minimum(tile.length, i0 + rows + tile.high)
+    return tile.row, Keys(tile.length, tile.low, tile.high, begin, end)
 
 
 @gluon.jit
@@ -106,106 +188,110 @@ def inside(j, k_len, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def release(FIRST: gl.constexpr, empty, stage, NARROW: gl.constexpr):
+def release(FIRST_BARRIER: gl.constexpr, empty, stage, NARROW: gl.constexpr):
     """A consumer is done with a stage."""
     if NARROW:
-        warp_arrives(FIRST + stage)
+        warp_arrives(FIRST_BARRIER + stage)
     else:
         mbarrier.arrive(empty.index(stage))
 
 
 @gluon.jit
-def await_release(FIRST: gl.constexpr, empty, stage, phase, NARROW: gl.constexpr):
+def await_release(FIRST_BARRIER: gl.constexpr, empty, stage, phase, NARROW: gl.constexpr):
     """Until both consumers are."""
     if NARROW:
-        wait_for_warps(FIRST + stage, phase)
+        wait_for_warps(FIRST_BARRIER + stage, phase)
     else:
         mbarrier.wait(empty.index(stage), phase)
 
 
 @gluon.jit
-def fetch_state(state, batch, head, row, rows, DV: gl.constexpr):
-    """Have a state in the cache before the consumers ask for it."""
-    out_ptr, lse_ptr, dv, o_batch, o_row, o_head, l_batch, l_head, l_row = state
+def prefetch_state(output, batch, head, row, rows, DV: gl.constexpr):
+    """Have a state in L2 before the consumers ask for it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     each = row + gl.minimum(gl.arange(0, 2 * HALF, layout), rows - 1)
-    prefetch(lse_ptr + (batch.to(gl.int64) * l_batch + head * l_head) + each * l_row)
-    out_ptrs = out_ptr + (batch.to(gl.int64) * o_batch + head * o_head) + each.to(gl.int64) * o_row
+    batch = batch.to(gl.int64)
+    lse = output.lse + (batch * output.lse_strides[0] + head * output.lse_strides[2])
+    prefetch(lse + each * output.lse_strides[1])
+    out = output.out + (batch * output.out_strides[0] + head * output.out_strides[2])
+    out += each.to(gl.int64) * output.out_strides[1]
     for i in gl.static_range(DV // 32):
-        prefetch(out_ptrs + gl.minimum(i * 32, dv - 1))
+        prefetch(out + gl.minimum(i * 32, output.dv - 1))
 
 
 @gluon.jit
-def produce(
-    loads, state, BLOCK_N: gl.constexpr, DV: gl.constexpr, SHORT_DOCS: gl.constexpr,
-    OWN: gl.constexpr,
-):
-    """Find pieces of work; load their queries, then blocks of keys and values."""
-    (
-        q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
-        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count,
-        section, pairs,
-    ) = loads
-    items = count * pairs
-    STAGES: gl.constexpr = k_smem.shape[0]
-    ITEMS: gl.constexpr = item.shape[0]
-    NARROW: gl.constexpr = v_smem.shape[2] <= HALF
-    i, n, shorts, number = 0, 0, 0, first_item(counter_ptr, items, OWN)
+def produce(inputs, schedule, shared, output, traits: gl.constexpr):
+    """Take items; load their queries, then blocks of keys and values."""
+    items = schedule.block_count * schedule.pairs
+    STAGES: gl.constexpr = shared.k.shape[0]
+    ITEMS: gl.constexpr = shared.item.shape[0]
+    BLOCK_N: gl.constexpr = traits.BLOCK_N
+    OWN: gl.constexpr = traits.SINGLE_LAUNCH
+    SHORT_DOCS: gl.constexpr = traits.SHORT_DOCS
+    NARROW: gl.constexpr = traits.DV <= HALF
+    i, n, shorts, number = 0, 0, 0, first_item(schedule.counter, items, OWN)
     while number < items:
-        block, pair = place(number, pairs, count, section)
-        entry = blocks_ptr + block * 16
-        row, rows, i0, tile = scalars(entry)
-        last_tile, flags = gl.load(entry + 4), gl.load(entry + 5)
-        k_row, k_len, low, high, begin, end = span_of(entry + 12, i0, rows)
+        block, pair = place(number, schedule.pairs, schedule.block_count, schedule.section)
+        entry = schedule.blocks + block * BLOCK_COLUMNS
+        own = block_entry(entry)
+        k_row, keys = span_of(entry + BLOCK_NUMBERS, own.first, own.rows)
+        begin, end = keys.begin, keys.end
         if begin >= end:  # they see nothing: let them look at one block
             begin, end = 0, 1
-        batch, head = pair // nheads, pair % nheads
-        head_k = head // group
+        batch, head = pair // inputs.nheads, pair % inputs.nheads
+        head_k = head // inputs.group
         here = n % ITEMS
-        mbarrier.wait(item_empty.index(here), ((n // ITEMS) & 1) ^ 1)
-        mbarrier.expect(q_full.index(here), 2 * q_desc.block_type.nbytes)
+        mbarrier.wait(shared.item_empty.index(here), ((n // ITEMS) & 1) ^ 1)
+        q_full = shared.q_full.index(here)
+        mbarrier.expect(q_full, 2 * inputs.q.block_type.nbytes)
         for c in gl.static_range(2):
-            q = q_smem.index(here * 2 + c)
-            load_tile(q_desc, batch, head, row + c * HALF, q_full.index(here), q, False)
-        tell(
-            item.index(here),
-            (rows, row, batch, head, i0, tile, last_tile, flags, k_len, low, high, begin, end),
+            q = shared.q.index(here * 2 + c)
+            load_tile(inputs.q, batch, head, own.row + c * HALF, q_full, q, False)
+        write_item(
+            shared.item.index(here),
+            Item(
+                own.rows, own.row, batch, head, own.first, own.tile, own.last_tile, own.flags,
+                keys.length, keys.low, keys.high, begin, end,
+            ),
         )
-        mbarrier.arrive(item_full.index(here))
+        mbarrier.arrive(shared.item_full.index(here))
         if not OWN:
-            if (flags & 1) == 0:
-                fetch_state(state, batch, head, row, rows, DV)
-        while tile < last_tile:
+            if (own.flags & FIRST) == 0:
+                prefetch_state(output, batch, head, own.row, own.rows, traits.DV)
+        k_len = keys.length
+        tile = own.tile
+        while tile < own.last_tile:
             for j in range(begin, end, BLOCK_N):
                 at = k_row + inside(j, k_len, BLOCK_N)
                 stage, phase = i % STAGES, (i // STAGES) & 1
-                await_release(K_EMPTY, k_empty, stage, phase ^ 1, NARROW)
-                load_tile(k_desc, batch, head_k, at, k_full.index(stage), k_smem.index(stage))
-                await_release(V_EMPTY, v_empty, stage, phase ^ 1, NARROW)
-                full = told_by_copy(stage, k_len, v_full, BLOCK_N, SHORT_DOCS)
-                load_tile(v_desc, batch, head_k, at, full, v_smem.index(stage))
+                k, v = shared.k.index(stage), shared.v.index(stage)
+                await_release(K_EMPTY, shared.k_empty, stage, phase ^ 1, NARROW)
+                load_tile(inputs.k, batch, head_k, at, shared.k_full.index(stage), k)
+                await_release(V_EMPTY, shared.v_empty, stage, phase ^ 1, NARROW)
+                v_full = barrier_of_copy(stage, k_len, shared.v_full, BLOCK_N, SHORT_DOCS)
+                load_tile(inputs.v, batch, head_k, at, v_full, v)
                 if SHORT_DOCS:
-                    shorts = clear_short(k_len, shorts, stage, v_full, (v_smem.index(stage),))
+                    shorts = clear_short(k_len, shorts, stage, shared.v_full, (v,))
                 i += 1
             tile += 1
-            if tile < last_tile:
-                k_row, k_len, low, high, begin, end = span_of(tiles_ptr + tile * 8, i0, rows)
-        number = next_item(counter_ptr, items, OWN)
+            if tile < own.last_tile:
+                k_row, keys = span_of(schedule.tiles + tile * TILE_COLUMNS, own.first, own.rows)
+                k_len, begin, end = keys.length, keys.begin, keys.end
+        number = next_item(schedule.counter, items, OWN)
         n += 1
     here = n % ITEMS
-    mbarrier.wait(item_empty.index(here), ((n // ITEMS) & 1) ^ 1)
-    tell(item.index(here), (0,))
-    mbarrier.arrive(item_full.index(here), count=2 if OWN else 1)
+    mbarrier.wait(shared.item_empty.index(here), ((n // ITEMS) & 1) ^ 1)
+    write_item(shared.item.index(here), (0,))
+    mbarrier.arrive(shared.item_full.index(here), count=2 if OWN else 1)
 
 
 @gluon.jit
 def masked(
-    x, other, j, k_len, low, high, i0, C: gl.constexpr, BLOCK_N: gl.constexpr,
-    EIGHTS: gl.constexpr = False,
+    x, other, j, keys, i0, C: gl.constexpr, BLOCK_N: gl.constexpr, EIGHTS: gl.constexpr = False
 ):
     """(queries, keys) of the block from j on; `other` where a row does not see the key."""
-    at = inside(j, k_len, BLOCK_N)
-    return in_band(x, other, i0 + C * HALF, low, high, j, k_len, at, EIGHTS)
+    at = inside(j, keys.length, BLOCK_N)
+    return in_band(x, other, i0 + C * HALF, keys.low, keys.high, j, keys.length, at, EIGHTS)
 
 
 @gluon.jit
@@ -216,9 +302,9 @@ def eight_sums(p, like):
 
 
 @gluon.jit
-def softmax(s, m, total, scale, softcap, SOFTCAP: gl.constexpr):
+def softmax(s, m, total, scores, SOFTCAP: gl.constexpr):
     """p = 2^(s − m) for the new maximum m; m; the sums of p; what earlier sums are scaled by."""
-    factor = (softcap if SOFTCAP else scale) * LOG2E  # with a softcap s is a tanh
+    factor = (scores.softcap if SOFTCAP else scores.scale) * LOG2E  # with a softcap s is a tanh
     m_new = gl.maximum(m, gl.max(s, 1) * factor)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * factor - m_safe[:, None])
@@ -229,18 +315,18 @@ def softmax(s, m, total, scale, softcap, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def run(
-    MASKED: gl.constexpr, acc, m, total, p, i, begin, end, q, k_smem, v_smem, k_full,
-    k_empty, v_full, v_empty, i0, k_len, low, high, scale, softcap,
-    C: gl.constexpr, SOFTCAP: gl.constexpr,
+    C: gl.constexpr, MASKED: gl.constexpr, state, i, begin, end, q, i0, keys, shared, scores,
+    traits: gl.constexpr,
 ):
-    """Advance by the keys begin … end, in blocks.
+    """Advance by the keys begin … end, in blocks; i counts all blocks.
 
-    p are the probabilities of the block before, which wait for their product with its values. i
-    counts all blocks. Returns where the next run begins.
+    Returns the state, i, and where the next run begins.
     """
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = p.shape[1]
-    NARROW: gl.constexpr = acc.shape[1] <= HALF
+    acc, m, total, p = state.acc, state.m, state.total, state.p
+    STAGES: gl.constexpr = shared.k.shape[0]
+    BLOCK_N: gl.constexpr = traits.BLOCK_N
+    SOFTCAP: gl.constexpr = traits.SOFTCAP
+    NARROW: gl.constexpr = traits.DV <= HALF
     dtype: gl.constexpr = q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -248,177 +334,160 @@ def run(
     for j in range(begin, end, BLOCK_N):
         stage, phase = i % STAGES, (i // STAGES) & 1
         v_stage, v_phase = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
-        k, v = k_smem.index(stage), v_smem.index(v_stage)
-        mbarrier.wait(k_full.index(stage), phase)
+        k, v = shared.k.index(stage), shared.v.index(v_stage)
+        mbarrier.wait(shared.k_full.index(stage), phase)
         await_turn(C)
         s = warpgroup_mma(
             q, k.permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout),
             use_acc=False, is_async=True,
         )
-        mbarrier.wait(v_full.index(v_stage), v_phase)
+        mbarrier.wait(shared.v_full.index(v_stage), v_phase)
         pending = warpgroup_mma(p, v, acc, is_async=True)
         if not NARROW:
             pass_turn(C)
         s = warpgroup_mma_wait(1, deps=(s,))
-        release(K_EMPTY, k_empty, stage, NARROW)
+        release(K_EMPTY, shared.k_empty, stage, NARROW)
         if SOFTCAP:
-            s = capped(s, scale, softcap)
+            s = capped(s, scores.scale, scores.softcap)
         if MASKED:
-            s = masked(
-                s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N, acc.shape[1] > 128
-            )
-            s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
+            s = masked(s, float("-inf"), j, keys, i0, C, BLOCK_N, traits.DV > 128)
+            s, m, total, rescale = softmax(s, m, total, scores, SOFTCAP)
             p = gl.convert_layout(s.to(dtype), p_layout)
             acc, p = warpgroup_mma_wait(0, deps=(pending, p))
             if NARROW:
                 pass_turn(C)
-            release(V_EMPTY, v_empty, v_stage, NARROW)
+            release(V_EMPTY, shared.v_empty, v_stage, NARROW)
             acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
         else:
-            powers = gl.exp2(s * ((softcap if SOFTCAP else scale) * LOG2E) - m[:, None])
+            factor = (scores.softcap if SOFTCAP else scores.scale) * LOG2E
+            powers = gl.exp2(s * factor - m[:, None])
             p = gl.convert_layout(powers.to(dtype), p_layout)
             sums = eight_sums(powers, total)
             above = vote_above(sums, LIMIT)  # as are those of rows that have no maximum yet
             acc, p = warpgroup_mma_wait(0, deps=(pending, p))
             if NARROW:
                 pass_turn(C)
-            release(V_EMPTY, v_empty, v_stage, NARROW)
+            release(V_EMPTY, shared.v_empty, v_stage, NARROW)
             if above:
-                s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
+                s, m, total, rescale = softmax(s, m, total, scores, SOFTCAP)
                 p = gl.convert_layout(s.to(dtype), p_layout)
                 acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             else:
                 total += sums
         i += 1
     done = gl.maximum(gl.cdiv(end - begin, BLOCK_N), 0) * BLOCK_N
-    return acc, m, total, p, i, begin + done
+    return Softmax(acc, m, total, p), i, begin + done
 
 
 @gluon.jit
-def consume(
-    C: gl.constexpr, given, BLOCK_N: gl.constexpr, DV: gl.constexpr,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
-    EVEN: gl.constexpr, SINGLE_LAUNCH: gl.constexpr, HALVES: gl.constexpr,
-):
-    """Output and lse of 64 queries of each piece of work."""
-    item, item_full = given[8], given[9]
-    ITEMS: gl.constexpr = item.shape[0]
+def consume(C: gl.constexpr, output, tiles_ptr, shared, scores, traits: gl.constexpr):
+    """Output and lse of 64 queries of each item."""
+    ITEMS: gl.constexpr = shared.item.shape[0]
     i, n = 0, 0
     if C == 1:
         pass_turn(1)  # consumer 0 begins
-    mbarrier.wait(item_full.index(0), 0)
-    while told(item.index(n % ITEMS), 0) > 0:
-        if HALVES and C == 1:
-            if told(item.index(n % ITEMS), 0) > HALF:
-                i = attend(
-                    C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, SINGLE_LAUNCH
-                )
+    mbarrier.wait(shared.item_full.index(0), 0)
+    while read_item(shared.item.index(n % ITEMS)).rows > 0:
+        if traits.HALVES and C == 1:
+            if read_item(shared.item.index(n % ITEMS)).rows > HALF:
+                i = attend(C, output, tiles_ptr, shared, scores, i, n, traits)
             else:
-                i = keep_step(C, given, i, n, BLOCK_N, DV)
+                i = skip_item(C, tiles_ptr, shared, i, n, traits)
         else:
-            i = attend(
-                C, given, i, n, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, SINGLE_LAUNCH
-            )
+            i = attend(C, output, tiles_ptr, shared, scores, i, n, traits)
         n += 1
-        mbarrier.wait(item_full.index(n % ITEMS), (n // ITEMS) & 1)
+        mbarrier.wait(shared.item_full.index(n % ITEMS), (n // ITEMS) & 1)
     if C == 0:
         await_turn(0)  # as often as it was passed
 
 
 @gluon.jit
-def keep_step(C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.constexpr):
-    """What a consumer does for a piece of work all of whose queries are the other one's.
+def skip_item(C: gl.constexpr, tiles_ptr, shared, i, n, traits: gl.constexpr):
+    """What a consumer does for an item all of whose queries are the other one's.
 
     It need not wait for the queries: their buffer is free when the other one, which does, is done.
     """
-    tiles_ptr, k_smem, item, item_empty = given[3], given[5], given[8], given[10]
-    k_full, k_empty, v_full, v_empty = given[12], given[13], given[14], given[15]
-    STAGES: gl.constexpr = k_smem.shape[0]
-    ITEMS: gl.constexpr = item.shape[0]
-    NARROW: gl.constexpr = DV <= HALF
+    STAGES: gl.constexpr = shared.k.shape[0]
+    ITEMS: gl.constexpr = shared.item.shape[0]
+    BLOCK_N: gl.constexpr = traits.BLOCK_N
+    NARROW: gl.constexpr = traits.DV <= HALF
     here = n % ITEMS
-    it = item.index(here)
-    rows, i0, tile, last_tile = told(it, 0), told(it, 4), told(it, 5), told(it, 6)
-    last = i + gl.cdiv(told(it, 12) - told(it, 11), BLOCK_N)
-    for later in range(tile + 1, last_tile):
-        _, _, _, _, begin, end = span_of(tiles_ptr + later * 8, i0, rows)
-        last += gl.maximum(gl.cdiv(end - begin, BLOCK_N), 0)
+    item = read_item(shared.item.index(here))
+    last = i + gl.cdiv(item.end - item.begin, BLOCK_N)
+    for later in range(item.tile + 1, item.last_tile):
+        _, keys = span_of(tiles_ptr + later * TILE_COLUMNS, item.first, item.rows)
+        last += gl.maximum(gl.cdiv(keys.end - keys.begin, BLOCK_N), 0)
     while i < last:
         stage, phase = i % STAGES, (i // STAGES) & 1
-        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(shared.k_full.index(stage), phase)
         await_turn(C)
         pass_turn(C)
-        release(K_EMPTY, k_empty, stage, NARROW)
-        mbarrier.wait(v_full.index(stage), phase)
-        release(V_EMPTY, v_empty, stage, NARROW)
+        release(K_EMPTY, shared.k_empty, stage, NARROW)
+        mbarrier.wait(shared.v_full.index(stage), phase)
+        release(V_EMPTY, shared.v_empty, stage, NARROW)
         i += 1
-    mbarrier.arrive(item_empty.index(here))
+    mbarrier.arrive(shared.item_empty.index(here))
     return i
 
 
 @gluon.jit
-def lse_of(C: gl.constexpr, it, ptr, batch, row, head, LAYOUT: gl.constexpr):
+def lse_of(C: gl.constexpr, item, output, LAYOUT: gl.constexpr):
     """Where the lse of a consumer's rows are, and which there are."""
     rows = C * HALF + gl.arange(0, HALF, LAYOUT)
-    return begin_of(it, ptr, batch, row, head) + rows * row, rows < told(it, 0)
+    begin = rows_of(item, output.lse, output.lse_strides)
+    return begin + rows * output.lse_strides[1], rows < read_item(item).rows
 
 
 @gluon.jit
-def out_of(
-    C: gl.constexpr, it, ptr, batch, row, head, dv, DV: gl.constexpr, EVEN: gl.constexpr
-):
-    """Where a consumer's rows of the output are, and which there are."""
+def out_of(C: gl.constexpr, item, output, DV: gl.constexpr, EVEN: gl.constexpr):
+    """Where a consumer's rows of the state's output are, and which there are."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    rows, there = lse_of(C, it, ptr, batch, row, head, gl.SliceLayout(1, layout))
+    rows = C * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    begin = rows_of(item, output.out, output.out_strides)
     columns = gl.arange(0, DV, gl.SliceLayout(0, layout))
-    there = there[:, None]
+    there = (rows < read_item(item).rows)[:, None]
     if not EVEN:
-        there = there & (columns < dv)[None, :]
-    return rows[:, None] + columns[None, :], there
+        there = there & (columns < output.dv)[None, :]
+    return (begin + rows * output.out_strides[1])[:, None] + columns[None, :], there
 
 
 @gluon.jit
-def attend(
-    C: gl.constexpr, given, i, n, BLOCK_N: gl.constexpr, DV: gl.constexpr,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr, RESULT: gl.constexpr,
-    EVEN: gl.constexpr, SINGLE_LAUNCH: gl.constexpr,
-):
-    """Output and lse of 64 queries; n counts pieces of work and i blocks of keys."""
-    (
-        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item, item_full,
-        item_empty, q_full, k_full, k_empty, v_full, v_empty,
-    ) = given
-    (
-        scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
-    ) = of_all
-    STAGES: gl.constexpr = k_smem.shape[0]
-    ITEMS: gl.constexpr = item.shape[0]
+def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.constexpr):
+    """Output and lse of 64 queries; n counts items and i blocks of keys."""
+    STAGES: gl.constexpr = shared.k.shape[0]
+    ITEMS: gl.constexpr = shared.item.shape[0]
+    BLOCK_N: gl.constexpr = traits.BLOCK_N
+    DV: gl.constexpr = traits.DV
+    EVEN: gl.constexpr = traits.EVEN
+    SOFTCAP: gl.constexpr = traits.SOFTCAP
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     NARROW: gl.constexpr = DV <= HALF
-    LAST: gl.constexpr = 2 if RESULT else 4  # nothing has that: it stays in fp32
-    dtype: gl.constexpr = q_smem.dtype
+    FINAL: gl.constexpr = LAST if traits.RESULT else 4  # nothing has that: it stays in fp32
+    dtype: gl.constexpr = shared.q.dtype
     here = n % ITEMS
-    it = item.index(here)
-    rows, i0, tile, last_tile = told(it, 0), told(it, 4), told(it, 5), told(it, 6)
-    k_len, low, high, j, end = told(it, 8), told(it, 9), told(it, 10), told(it, 11), told(it, 12)
+    told = shared.item.index(here)
+    item = read_item(told)
+    rows, i0, tile, last_tile = item.rows, item.first, item.tile, item.last_tile
+    keys = Keys(item.length, item.low, item.high, item.begin, item.end)
+    j = keys.begin
 
     # Go on from the state (out, lse), on the first launch from a sink or from nothing; see
     # `../forward.py`.
     lse = gl.full([HALF], float("-inf"), gl.float32, s_rows)
     acc = gl.zeros([HALF, DV], gl.float32, o_layout)
-    lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
-    if not SINGLE_LAUNCH:
-        is_first = (told(it, 7) & 1) != 0
-        out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
-        if SINK or not is_first:
+    lse_ptrs, there_s = lse_of(C, told, output, s_rows)
+    if not traits.SINGLE_LAUNCH:
+        is_first = (item.flags & FIRST) != 0
+        out_ptrs, there_o = out_of(C, told, output, DV, EVEN)
+        if traits.SINK or not is_first:
             lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
         if not is_first:
             acc = gl.load(out_ptrs, mask=there_o, other=0.0) * 8388608.0  # 2^CARRY
-    elif SINK:
+    elif traits.SINK:
         lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
     m = lse * LOG2E - CARRY
     eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
@@ -428,77 +497,70 @@ def attend(
 
     # The first block.
     stage, phase_k = i % STAGES, (i // STAGES) & 1
-    q = q_smem.index(here * 2 + C)
-    if not SINGLE_LAUNCH:
-        mbarrier.wait(q_full.index(here), (n // ITEMS) & 1)
-    mbarrier.wait(k_full.index(stage), phase_k)
+    q = shared.q.index(here * 2 + C)
+    if not traits.SINGLE_LAUNCH:
+        mbarrier.wait(shared.q_full.index(here), (n // ITEMS) & 1)
+    mbarrier.wait(shared.k_full.index(stage), phase_k)
     await_turn(C)
     s = warpgroup_mma(
-        q, k_smem.index(stage).permute((1, 0)), gl.zeros([HALF, BLOCK_N], gl.float32, s_layout),
-        use_acc=False, is_async=True,
+        q, shared.k.index(stage).permute((1, 0)),
+        gl.zeros([HALF, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True,
     )
     pass_turn(C)
     s = warpgroup_mma_wait(0, deps=(s,))
-    release(K_EMPTY, k_empty, stage, NARROW)
+    release(K_EMPTY, shared.k_empty, stage, NARROW)
     if SOFTCAP:
-        s = capped(s, scale, softcap)
-    partly = j + BLOCK_N > gl.minimum(k_len, i0 + C * HALF + high + 1)
-    if WINDOW:
-        partly = partly | (j < i0 + C * HALF + HALF - 1 + low)
+        s = capped(s, scores.scale, scores.softcap)
+    partly = j + BLOCK_N > gl.minimum(keys.length, i0 + C * HALF + keys.high + 1)
+    if traits.WINDOW:
+        partly = partly | (j < i0 + C * HALF + HALF - 1 + keys.low)
     if partly:
-        s = masked(s, float("-inf"), j, k_len, low, high, i0, C, BLOCK_N, DV > 128)
-    s, m, total, rescale = softmax(s, m, total, scale, softcap, SOFTCAP)
-    p = gl.convert_layout(s.to(dtype), p_layout)
+        s = masked(s, float("-inf"), j, keys, i0, C, BLOCK_N, DV > 128)
+    s, m, total, rescale = softmax(s, m, total, scores, SOFTCAP)
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
+    state = Softmax(acc, m, total, gl.convert_layout(s.to(dtype), p_layout))
     j += BLOCK_N
     i += 1
 
     while tile < last_tile:
-        n_len, n_low, n_high, n_begin, n_end = k_len, low, high, j, end
+        following = keys
         if tile + 1 < last_tile:
-            _, n_len, n_low, n_high, n_begin, n_end = span_of(tiles_ptr + tile * 8 + 8, i0, rows)
-        if WINDOW:
-            left = gl.minimum(i0 + C * HALF + HALF - 1 + low, end)
-            acc, m, total, p, i, j = run(
-                True, acc, m, total, p, i, j, left, q, k_smem, v_smem, k_full, k_empty,
-                v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP,
-            )
+            _, following = span_of(tiles_ptr + (tile + 1) * TILE_COLUMNS, i0, rows)
+        if traits.WINDOW:
+            left = gl.minimum(i0 + C * HALF + HALF - 1 + keys.low, keys.end)
+            state, i, j = run(C, True, state, i, j, left, q, i0, keys, shared, scores, traits)
         # Blocks that end here need no mask on the right.
-        right = gl.minimum(k_len, i0 + C * HALF + high + 1) - BLOCK_N + 1
+        right = gl.minimum(keys.length, i0 + C * HALF + keys.high + 1) - BLOCK_N + 1
         if BLOCK_N <= HALF:  # else there are always more keys
-            right = gl.minimum(right, end)
-        acc, m, total, p, i, j = run(
-            False, acc, m, total, p, i, j, right, q, k_smem, v_smem, k_full, k_empty,
-            v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP,
-        )
-        acc, m, total, p, i, j = run(
-            True, acc, m, total, p, i, j, end, q, k_smem, v_smem, k_full, k_empty,
-            v_full, v_empty, i0, k_len, low, high, scale, softcap, C, SOFTCAP,
-        )
-        k_len, low, high, j, end = n_len, n_low, n_high, n_begin, n_end
+            right = gl.minimum(right, keys.end)
+        state, i, j = run(C, False, state, i, j, right, q, i0, keys, shared, scores, traits)
+        state, i, j = run(C, True, state, i, j, keys.end, q, i0, keys, shared, scores, traits)
+        keys = following
+        j = keys.begin
         tile += 1
 
     v_stage, v_phase = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
-    mbarrier.wait(v_full.index(v_stage), v_phase)
-    acc = warpgroup_mma(p, v_smem.index(v_stage), acc)
-    release(V_EMPTY, v_empty, v_stage, NARROW)
+    mbarrier.wait(shared.v_full.index(v_stage), v_phase)
+    acc = warpgroup_mma(state.p, shared.v.index(v_stage), state.acc)
+    release(V_EMPTY, shared.v_empty, v_stage, NARROW)
 
     # Normalise; a row that saw no key is (0, −inf).
-    total = gl.convert_layout(gl.sum(total, 1), s_rows)
+    total = gl.convert_layout(gl.sum(state.total, 1), s_rows)
     seen = total != 0  # NaN is
     inverse = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), o_rows)[:, None]
     acc = gl.where(inverse != 0, acc * inverse, 0.0)
-    lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
-    lse_ptrs, there_s = lse_of(C, it, lse_ptr, l_batch, l_row, l_head, s_rows)
+    lse = gl.where(seen, (state.m + gl.log2(total)) * LN2, float("-inf"))
+    lse_ptrs, there_s = lse_of(C, told, output, s_rows)
     gl.store(lse_ptrs, lse, mask=there_s)
-    if SINGLE_LAUNCH or (told(it, 7) & LAST) != 0:
-        result_ptr = begin_of(it, result_ptr, r_batch, r_row, r_head)
-        write(result_ptr, acc, q, C, told(it, 0), dv, r_row, EVEN)
-        fence_async_shared()  # bulk copies come next to where it was
+    if traits.SINGLE_LAUNCH or (read_item(told).flags & FINAL) != 0:
+        result = rows_of(told, output.result, output.result_strides)
+        rows = read_item(told).rows
+        write(result, acc, q, C, rows, output.dv, output.result_strides[1], EVEN)
+        fence_async_shared()  # TMA writes there next
     else:
-        out_ptrs, there_o = out_of(C, it, out_ptr, o_batch, o_row, o_head, dv, DV, EVEN)
+        out_ptrs, there_o = out_of(C, told, output, DV, EVEN)
         gl.store(out_ptrs, acc, mask=there_o)
-    mbarrier.arrive(item_empty.index(here))
+    mbarrier.arrive(shared.item_empty.index(here))
     return i
 
 
@@ -536,29 +598,26 @@ def forward_kernel(
         k_empty, v_empty = k_full, v_full  # warps have theirs
     else:
         k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
-    of_all = (
-        scale, softcap, dv, o_batch, o_row, o_head, l_batch, l_head, l_row, r_batch, r_row, r_head,
+    traits: gl.constexpr = Traits(
+        BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, SHORT_DOCS, EVEN, SINGLE_LAUNCH, HALVES
     )
-    given = (
-        out_ptr, lse_ptr, result_ptr, tiles_ptr, q_smem, k_smem, v_smem, of_all, item, item_full,
-        item_empty, q_full, k_full, k_empty, v_full, v_empty,
+    inputs = Inputs(q_desc, k_desc, v_desc, nheads, group)
+    schedule = Schedule(blocks_ptr, tiles_ptr, counter_ptr, count, section, pairs)
+    shared = Shared(
+        q_smem, k_smem, v_smem, item, item_full, item_empty, q_full, k_full, k_empty, v_full,
+        v_empty,
     )
-    loads = (
-        q_desc, k_desc, v_desc, blocks_ptr, tiles_ptr, counter_ptr, q_smem, k_smem, v_smem, item,
-        item_full, item_empty, q_full, k_full, k_empty, v_full, v_empty, nheads, group, count,
-        section, pairs,
+    output = Output(
+        out_ptr, lse_ptr, result_ptr, dv, (o_batch, o_row, o_head), (l_batch, l_row, l_head),
+        (r_batch, r_row, r_head),
     )
-    state = out_ptr, lse_ptr, dv, o_batch, o_row, o_head, l_batch, l_head, l_row
+    scores = Scale(scale, softcap)
     LOADERS: gl.constexpr = 4 if SHORT_DOCS else 1  # one warp loads faster, four clear faster
     gl.warp_specialize(
         [
-            (consume, (
-                0, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, SINGLE_LAUNCH, HALVES,
-            )),
-            (consume, (
-                1, given, BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, EVEN, SINGLE_LAUNCH, HALVES,
-            )),
-            (produce, (loads, state, BLOCK_N, DV, SHORT_DOCS, SINGLE_LAUNCH)),
+            (consume, (0, output, tiles_ptr, shared, scores, traits)),
+            (consume, (1, output, tiles_ptr, shared, scores, traits)),
+            (produce, (inputs, schedule, shared, output, traits)),
         ],
         [4, LOADERS], [240, 24],
     )

@@ -1,7 +1,11 @@
-"""What the forward and the backward share: places in the grid, tables, softcap, barriers."""
+"""What the Hopper kernels share: the tile scheduler, tables, softcap, mbarriers."""
 
 # fmt: off
 
+from typing import Any, NamedTuple
+
+from .. import tables
+from ..tables import BlockEntry, TileEntry
 from .gluon import fence_async_shared, gl, gluon, load_numbers, mbarrier
 
 # Arguments whose divisibility helps nobody: one kernel for all.
@@ -11,6 +15,70 @@ ANY_NUMBER = [
 ]
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+BLOCK_COLUMNS = gl.constexpr(tables.BLOCK_COLUMNS)
+BLOCK_NUMBERS = gl.constexpr(len(BlockEntry._fields))
+TILE_COLUMNS = gl.constexpr(tables.TILE_COLUMNS)
+FIRST, LAST = gl.constexpr(tables.FIRST), gl.constexpr(tables.LAST)
+
+
+@gluon.jit
+def block_entry(ptr):
+    """What `tables.py` says of a block; the compiler drops loads of what is not used."""
+    return BlockEntry(
+        gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3), gl.load(ptr + 4),
+        gl.load(ptr + 5), gl.load(ptr + 6), gl.load(ptr + 7), gl.load(ptr + 8),
+    )
+
+
+@gluon.jit
+def tile_entry(ptr):
+    """And of a tile."""
+    return TileEntry(
+        gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3), gl.load(ptr + 4),
+        gl.load(ptr + 5),
+    )
+
+
+class Scale(NamedTuple):
+    """What scores are multiplied with, and their softcap."""
+
+    scale: Any
+    softcap: Any
+
+
+class Schedule(NamedTuple):
+    """What a tile scheduler hands out: each of its blocks for each pair of batch and head."""
+
+    blocks: Any  # pointer to BlockEntry
+    tiles: Any  # pointer to TileEntry
+    counter: Any  # pointer: how many items are taken
+    block_count: Any
+    section: Any
+    pairs: Any
+
+
+class Item(NamedTuple):
+    """A work item, as the producer passes it to the other warps in shared memory.
+
+    Attributes:
+        rows: of the block; 0 says that there are no more items.
+        tile, last_tile: see `BlockEntry`.
+        length, low, high, begin, end: of the first tile; the forward's alone.
+    """
+
+    rows: Any
+    row: Any
+    batch: Any
+    head: Any
+    first: Any
+    tile: Any
+    last_tile: Any
+    flags: Any = 0
+    length: Any = 0
+    low: Any = 0
+    high: Any = 0
+    begin: Any = 0
+    end: Any = 0
 
 
 @gluon.jit
@@ -24,7 +92,7 @@ def place(number, pairs, count, section):
 
 @gluon.jit
 def next_item(counter_ptr, items, OWN: gl.constexpr):
-    """The number of the next piece of work, beyond the last one if there is none.
+    """The number of the next item, beyond the last one if there is none.
 
     With OWN programs begin with the one of their own number. The counter is 0 again when all are
     done.
@@ -38,7 +106,7 @@ def next_item(counter_ptr, items, OWN: gl.constexpr):
 
 @gluon.jit
 def first_item(counter_ptr, items, OWN: gl.constexpr):
-    """The number of a program's first piece of work."""
+    """The number of a program's first item."""
     if OWN:
         return gl.program_id(0)
     else:
@@ -46,37 +114,41 @@ def first_item(counter_ptr, items, OWN: gl.constexpr):
 
 
 @gluon.jit
-def tell(smem, numbers):
-    """Put up to 16 numbers where other groups of warps find them."""
+def write_item(smem, item):
+    """Put an item where other warps find it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     at = gl.arange(0, 16, layout)
     x = gl.zeros([16], gl.int32, layout)
-    for i in gl.static_range(len(numbers)):
-        x = gl.where(at == i, numbers[i], x)
+    for i in gl.static_range(len(item)):
+        x = gl.where(at == i, item[i], x)
     smem.store(x)
 
 
 @gluon.jit
-def told(smem, i: gl.constexpr):
-    """One of those numbers."""
+def _number(smem, i: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(smem.slice(i, 1).load(layout), 0)
 
 
 @gluon.jit
-def begin_of(it, ptr, batch, row, head):
-    """Where the rows of a piece of work begin, in a tensor with these strides.
+def read_item(smem):
+    """The item; the compiler drops loads of what is not used.
 
-    The second to fourth of the numbers that were told are its row, batch and head.
+    Read it again where a number is needed late: registers are few, and shared memory is near.
     """
-    ptr += told(it, 1).to(gl.int64) * row
-    return ptr + (told(it, 2).to(gl.int64) * batch + told(it, 3) * head)
+    return Item(
+        _number(smem, 0), _number(smem, 1), _number(smem, 2), _number(smem, 3), _number(smem, 4),
+        _number(smem, 5), _number(smem, 6), _number(smem, 7), _number(smem, 8), _number(smem, 9),
+        _number(smem, 10), _number(smem, 11), _number(smem, 12),
+    )
 
 
 @gluon.jit
-def scalars(ptr):
-    """Four numbers of a table."""
-    return gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3)
+def rows_of(smem, ptr, strides):
+    """Where the rows of an item begin, in a tensor with these strides (batch, row, head)."""
+    item = read_item(smem)
+    ptr += item.row.to(gl.int64) * strides[1]
+    return ptr + (item.batch.to(gl.int64) * strides[0] + item.head * strides[2])
 
 
 @gluon.jit
@@ -213,8 +285,8 @@ def in_band(x, other, row, low, high, begin, end, at, EIGHTS: gl.constexpr = Fal
 
 
 @gluon.jit
-def told_by_copy(stage, rows, full, ROWS: gl.constexpr, SHORT_DOCS: gl.constexpr):
-    """The barrier that a bulk copy of a block tells; with SHORT_DOCS there is one more, the last.
+def barrier_of_copy(stage, rows, full, ROWS: gl.constexpr, SHORT_DOCS: gl.constexpr):
+    """The mbarrier at which the TMA of a block arrives; with SHORT_DOCS there is one more.
 
     That one, if fewer rows than a block has belong to its document: what lies behind them may be
     anything, 0 · NaN is NaN, and consumers are to see zeros. Then `clear_short` has to follow.
