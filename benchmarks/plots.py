@@ -129,7 +129,7 @@ def replays(path: Path) -> None:
         for name, sources, colour in bars:
             share = slowest(rows, passes, name, sources).values["efficiency_percent"]
             figure.add_bar(
-                x=[name if sources else f"existing<br>on {name.split()[-1]}"],
+                x=[name if sources else f"baseline<br>on {name.split()[-1]}"],
                 y=[share],
                 text=[f"{share:.0f} %"],
                 textposition="inside",

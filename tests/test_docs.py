@@ -336,23 +336,6 @@ def test_every_variable_is_listed() -> None:
     assert listed == set(re.findall(r"\bRFA_[A-Z_]*[A-Z]\b", source))
 
 
-def auto_orders(document: str) -> list[list[str]]:
-    """What `auto` tries on Hopper and on other NVIDIA GPUs."""
-    words = text(document).split("`auto` tries, in this order")[1]
-    starts = ("on Hopper ", "on other NVIDIA GPUs ")
-    found = [re.match(r"(?:`\w+`(?:, )?)+", words.split(start)[1]) for start in starts]
-    return [re.findall(r"`(\w+)`", each[0]) for each in found if each]
-
-
-def test_both_documents_have_the_same_order_of_auto() -> None:
-    """That it is the true one, `test_statements.py` checks for the README."""
-    orders = auto_orders("docs/kernels.md")
-    assert [len(order) for order in orders] == [6, 4]
-    assert orders == auto_orders("README.md")
-    chinese = text("README.zh-CN.md")
-    assert all("、".join(f"`{name}`" for name in order) in chinese for order in orders)
-
-
 # Figures: those of the files, and the same in both READMEs.
 
 PASSES = ("forward", "both")

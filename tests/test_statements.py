@@ -123,8 +123,8 @@ def test_figures_of_replays_are_those_of_the_file() -> None:
     assert len(rows) == len(figures) == 6
     existing = "existing library's zigzag design on"
     kinds = {
-        "the existing library's design on FlashAttention-2": f"{existing} fa2",
-        "the same on FlashAttention-4": f"{existing} fa4",
+        "baseline on FlashAttention-2": f"{existing} fa2",
+        "baseline on FlashAttention-4": f"{existing} fa4",
     }
     for name, *shown in rows:
         assert shown == figures[kinds.get(name, name.strip("`"))], name
@@ -161,14 +161,14 @@ def test_figures_of_memory_are_those_of_the_file() -> None:
     ("generation", "start"),
     [(9, "on Hopper "), (8, "on other NVIDIA GPUs ")],
 )
-def test_auto_tries_kernels_in_the_order_of_the_readme(
+def test_auto_tries_kernels_in_the_order_of_the_documents(
     generation: int, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
     monkeypatch.setattr(kernels, "_registered", [])
     cuda = torch.device("cuda")
     call = kernels.Call(cuda, torch.bfloat16, 1, 1, 256, 256, 1.0, Mask())
-    words = text("README.md").split("`auto` tries, in this order")[1].split(start)[1]
+    words = text("docs/kernels.md").split("`auto` tries, in this order")[1].split(start)[1]
     named = re.findall(r"`(\w+)`", re.match(r"(?:`\w+`(?:, )?)+", words)[0])  # type: ignore[index]
     order = kernels.candidates("auto", call)
     assert [name for name in order if name in named] == named

@@ -135,7 +135,7 @@ def _decide(kernel: str, limit: int, dtype: torch.dtype, device: torch.device) -
     return default_blocks(kernel, limit, dtype, device) if entry is None else _blocks(entry)
 
 
-def bulk_copies(call: Call) -> bool:
+def has_tma(call: Call) -> bool:
     """Whether kernels load blocks through descriptors: where that is a single instruction."""
     if call.device.type == "cpu":
         return True  # the interpreter: as good as any

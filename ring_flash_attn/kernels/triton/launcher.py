@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...cache import Cache
 from ..base import Call
 from ..dropout import threshold
-from .config import Blocks, bulk_copies
+from .config import Blocks, has_tma
 from .forward import forward_kernel
 from .tables import Table
 
@@ -54,12 +54,12 @@ class Matrix:
 
     @property
     def aligned(self) -> bool:
-        """Whether the hardware's bulk copies can read it."""
+        """Whether TMA can read it."""
         size = self.tensor.element_size()
         return self.tensor.data_ptr() % 16 == 0 and self.stride * size % 16 == 0 and self.stride > 0
 
     def descriptor(self) -> TensorDescriptor:
-        """For bulk copies of `rows` rows of one head."""
+        """For TMA of `rows` rows of one head."""
         batch, length, heads, d = self.tensor.shape
         _, brow, bcol, hrow, hcol = self.numbers
         height = (batch - 1) * brow + (heads - 1) * hrow + length
@@ -81,7 +81,7 @@ class _Launch:
     Attributes:
         run: launches the compiled kernel with all of its arguments.
         arguments: those of the first time, without its tensors.
-        descriptors: so many of the tensors, the first ones, are passed as bulk-copy descriptors.
+        descriptors: so many of the tensors, the first ones, are passed as TMA descriptors.
         work: the table, if any; kept alive, since the cache goes by its identity.
     """
 
@@ -233,7 +233,7 @@ def _arguments(
     """All arguments of a kernel in order, and Triton's own options."""
     depth, depth_v = (max(16, power_of_2(x)) for x in (call.headdim, call.headdim_v))
     even = depth == call.headdim and depth_v == call.headdim_v
-    tma = even and bulk_copies(call) and all(x.aligned for x in matrices)
+    tma = even and has_tma(call) and all(x.aligned for x in matrices)
     others = tensors[len(matrices) : -2]
     slopes = call.alibi_slopes
     pairs = tensors[0].shape[0] * nheads
@@ -294,7 +294,7 @@ def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors it has."""
+    """How many SMs it has."""
     if device.type != "cuda":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

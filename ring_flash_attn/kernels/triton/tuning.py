@@ -150,7 +150,7 @@ def tune(
     limit = limit_of(headdim)
     with on_device(device):
         timed = _trials(_plain_call(headdim, dtype, device, causal), seqlen, fresh=True)
-        hard = [  # with bulk copies, which need a power of two, and without
+        hard = [  # with TMA, which needs a power of two, and without
             _trials(_hard_call(each, dtype, device), _HARD_SEQLEN, fresh=False)
             for each in (limit, limit - 1)
         ]

@@ -445,8 +445,8 @@ def gradients(
     FRESH: gl.constexpr = traits.FRESH
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, traits.DV, 16])
-    told = shared.item.index(w % 2)
-    item = read_item(told)
+    slot = shared.item.index(w % 2)
+    item = read_item(slot)
     columns, j0 = item.rows, item.first
     keys = w % 2 * 2
     k, v = shared.k.index(C + keys), shared.v.index(C)
@@ -477,10 +477,10 @@ def gradients(
         fence_async_shared()
         if n > first:
             warp_arrives(DQ_FULL + C)
-    dk_ptr = rows_of(told, output.dk, output.dk_strides)
-    dv_ptr = rows_of(told, output.dv, output.dv_strides)
+    dk_ptr = rows_of(slot, output.dk, output.dk_strides)
+    dv_ptr = rows_of(slot, output.dv, output.dv_strides)
     dk_row, dv_row = output.dk_strides[1], output.dv_strides[1]
-    columns = read_item(told).rows
+    columns = read_item(slot).rows
     if SPARE:
         room = shared.ds.index(2 * (n & 1) + C)
         put(dk_ptr, dk * scores.scale, room, C, columns, output.d, dk_row, FRESH, EVEN)

@@ -469,8 +469,8 @@ def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.
     FINAL: gl.constexpr = LAST if traits.RESULT else 4  # nothing has that: it stays in fp32
     dtype: gl.constexpr = shared.q.dtype
     here = n % ITEMS
-    told = shared.item.index(here)
-    item = read_item(told)
+    slot = shared.item.index(here)
+    item = read_item(slot)
     rows, i0, tile, last_tile = item.rows, item.first, item.tile, item.last_tile
     keys = Keys(item.length, item.low, item.high, item.begin, item.end)
     j = keys.begin
@@ -479,10 +479,10 @@ def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.
     # `../forward.py`.
     lse = gl.full([HALF], float("-inf"), gl.float32, s_rows)
     acc = gl.zeros([HALF, DV], gl.float32, o_layout)
-    lse_ptrs, there_s = lse_of(C, told, output, s_rows)
+    lse_ptrs, there_s = lse_of(C, slot, output, s_rows)
     if not traits.SINGLE_LAUNCH:
         is_first = (item.flags & FIRST) != 0
-        out_ptrs, there_o = out_of(C, told, output, DV, EVEN)
+        out_ptrs, there_o = out_of(C, slot, output, DV, EVEN)
         if traits.SINK or not is_first:
             lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
         if not is_first:
@@ -550,15 +550,15 @@ def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.
     inverse = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), o_rows)[:, None]
     acc = gl.where(inverse != 0, acc * inverse, 0.0)
     lse = gl.where(seen, (state.m + gl.log2(total)) * LN2, float("-inf"))
-    lse_ptrs, there_s = lse_of(C, told, output, s_rows)
+    lse_ptrs, there_s = lse_of(C, slot, output, s_rows)
     gl.store(lse_ptrs, lse, mask=there_s)
-    if traits.SINGLE_LAUNCH or (read_item(told).flags & FINAL) != 0:
-        result = rows_of(told, output.result, output.result_strides)
-        rows = read_item(told).rows
+    if traits.SINGLE_LAUNCH or (read_item(slot).flags & FINAL) != 0:
+        result = rows_of(slot, output.result, output.result_strides)
+        rows = read_item(slot).rows
         write(result, acc, q, C, rows, output.dv, output.result_strides[1], EVEN)
         fence_async_shared()  # TMA writes there next
     else:
-        out_ptrs, there_o = out_of(C, told, output, DV, EVEN)
+        out_ptrs, there_o = out_of(C, slot, output, DV, EVEN)
         gl.store(out_ptrs, acc, mask=there_o)
     mbarrier.arrive(shared.item_empty.index(here))
     return i

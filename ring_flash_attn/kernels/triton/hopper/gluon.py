@@ -51,9 +51,9 @@ def as_block(desc, smem):
 
 @gluon.jit
 def load_tile(desc, batch, head, row, full, smem, EXPECT: gl.constexpr = True):
-    """Begin to copy rows of one head into shared memory; `full` is told when they are there.
+    """Begin to copy rows of one head into shared memory; TMA arrives at `full`.
 
-    Without EXPECT somebody else has told it how many bytes to expect.
+    Without EXPECT somebody else has said how many bytes it expects.
     """
     if EXPECT:
         mbarrier.expect(full, desc.block_type.nbytes)
@@ -125,8 +125,8 @@ def declare_warp_barriers():
     """Where a kernel that uses barriers for warps begins: the memory that they need.
 
     Gluon has the warps of a group wait for each other before one thread arrives at a barrier for
-    all of them. At these every warp arrives for itself; they have numbers, up to 128. Bulk copies
-    want what follows to begin at a multiple of 1024 bytes.
+    all of them. At these every warp arrives for itself; they have numbers, up to 128. TMA
+    wants what follows to begin at a multiple of 1024 bytes.
     """
     gl.inline_asm_elementwise(
         ".shared .align 1024 .b64 rfa_barriers[128]; mov.u32 $0, 0;",

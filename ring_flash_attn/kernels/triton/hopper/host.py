@@ -153,7 +153,7 @@ def forward(
             "SHORT_DOCS": work.short,
             "EVEN": dv == call.headdim_v,
             "HALVES": work.halves,
-            "SINGLE_LAUNCH": alone,  # else transfers may run on some multiprocessors
+            "SINGLE_LAUNCH": alone,  # else transfers may run on some SMs
         },
         counter(q.device),
     )
@@ -324,7 +324,7 @@ def added(d: int, rows: int) -> tuple[int, int]:
 def row_stats(saved: Saved, dout: Tensor, dq: Tensor | None) -> tuple[Tensor, Tensor]:
     """lse in base 2, +inf where no key was seen, and delta: (batch, head, copy, row).
 
-    Bulk copies begin at multiples of 16 bytes, blocks at any row: so there are four, and the n-th
+    TMA begins at multiples of 16 bytes, blocks at any row: so there are four, and the n-th
     begins at row n. Sets dq to zero if there is one.
     """
     batch, nheads, length = saved.lse.shape
@@ -373,14 +373,14 @@ def launch(
 
     Args:
         kernel: which.
-        tiled: tensors that bulk copies read or add to, and the rows and columns of a block.
+        tiled: tensors that TMA reads or adds to, and the rows and columns of a block.
         others: tensors that it reads and writes through pointers.
         work: what each program does.
         call: the call.
         nheads: heads that have programs of their own.
         widths: head dimensions; before them, if groups may be split, into how many parts.
         constants: by name, for the compiler.
-        taken: of a kernel whose programs do one piece of work after the other, how many are taken.
+        taken: the counter of a persistent kernel's tile scheduler: how many items are taken.
     """
     tensors = [*(fit(tensor) for tensor, _ in tiled), *others]
     if taken is not None:
@@ -429,7 +429,7 @@ def launch(
 
 @cache
 def free_processors(device: torch.device) -> int:
-    """All multiprocessors but those left to others, such as the kernels that communicate."""
+    """All SMs but those left to others, such as NCCL's kernels."""
     value, count = os.environ.get(MARGIN, "0"), processors(device)
     if not value.isdecimal() or int(value) >= count:
         raise ValueError(f"{MARGIN} must be less than {device}'s {count} processors, not {value!r}")
@@ -461,7 +461,7 @@ _spare: dict[torch.device, list[Tensor]] = {}  # for graphs that are to be captu
 
 
 def fit(x: Tensor) -> Tensor:
-    """The tensor, or a copy if bulk copies cannot read it."""
+    """The tensor, or a copy if TMA cannot read it."""
     size = x.element_size()
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     for length, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
@@ -470,7 +470,7 @@ def fit(x: Tensor) -> Tensor:
 
 
 def descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """For bulk copies: of (batch, row, head, d) rows of one head, else of the last dimensions."""
+    """For TMA: of (batch, row, head, d) rows of one head, else of the last dimensions."""
     from .gluon import TensorDescriptor, gl
 
     if block[0] > 1:

@@ -174,7 +174,7 @@ def barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def stats_memory(desc, STAGES: gl.constexpr):
-    """Shared memory for numbers of rows; as for other bulk copies, not at any address."""
+    """Shared memory for numbers of rows; as for any TMA, not at any address."""
     shape: gl.constexpr = [STAGES] + desc.block_type.shape  # noqa: RUF005
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
@@ -299,7 +299,7 @@ def barrier_of_copy(stage, rows, full, ROWS: gl.constexpr, SHORT_DOCS: gl.conste
 
 @gluon.jit
 def clear_short(rows, shorts, stage, full, parts):
-    """Clear what lies behind so many rows of a block's parts, if that is some, and tell consumers.
+    """Clear what lies behind so many rows of a block's parts, if that is some, and arrive.
 
     Returns how many blocks were short so far, which is `shorts` until now.
     """

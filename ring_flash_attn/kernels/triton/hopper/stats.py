@@ -1,4 +1,4 @@
-"""What the backward pass reads of each row, as bulk copies want it."""
+"""What the backward pass reads of each row, as TMA wants it."""
 
 # fmt: off
 
