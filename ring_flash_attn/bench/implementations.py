@@ -14,9 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import api
 from ..kernels.base import AUTO, NATIVE, choose_kernel, kernel_names, why_not
-from .inputs import call_of
 from .results import implementation_names as implementation_names
-from .workload import Workload
+from .workload import Workload, call_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # all (batch, seqlen, nheads, headdim)
 _NO_WINDOW = (-1, -1)

@@ -6,21 +6,23 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kernels.base import kernel_names
-from .workload import BACKWARD as BACKWARD
-from .workload import BOTH as BOTH
-from .workload import FORWARD as FORWARD
-from .workload import PASSES as PASSES
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FORMAT = "ring_flash_attn results"
 VERSION = 1
 BENCH, COMPARE, RING, REPLAY, VERIFY = KINDS = ("bench", "compare", "ring", "replay", "verify")
+SPEED, MEMORY, THEORY = "versus_percent", "versus_memory_percent", "versus_theory_percent"
+ON_CPU = "On the CPU these are times of the host, and say little about GPUs."
+MISSING = "n/a"
 LIBRARIES = (  # that `implementations.py` compares our kernels with
     "torch standard",
     "SDPA flash",
@@ -173,7 +175,7 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        save_json(self.to_dict(), path)
+        save(self, path)
 
 
 def plain_json(value: Any) -> Any:
@@ -185,11 +187,13 @@ def plain_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def save_json(value: Any, path: Path) -> None:
-    """Write plain values."""
-    text = json.dumps(plain_json(value), indent=1, allow_nan=False)
+def save(value: Any, path: Path) -> None:
+    """Write a text as it is; results and plain values as JSON."""
+    if not isinstance(value, str):
+        plain = value.to_dict() if isinstance(value, Results) else value
+        value = json.dumps(plain_json(plain), indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(value, encoding="utf-8", newline="\n")
 
 
 def number(value: Any) -> float | None:
@@ -228,3 +232,101 @@ def check_output(path: Path | None) -> None:
     there = path if path.exists() else path.parent
     if path.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"cannot write {path}")
+
+
+# Rows beside those of a baseline, and in tables.
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a gate lets through.
+
+    Attributes:
+        min_speed: the part of the baseline's iterations a second that must be exceeded.
+        max_memory: times the baseline's memory, to stay below; None where it is not measured.
+    """
+
+    min_speed: float = 0.6
+    max_memory: float | None = 1.2
+
+
+def beside(row: Row, base: Row) -> Row:
+    """The row with its speed and memory in percent of the baseline's.
+
+    Where the baseline has a theoretic time (one device, times ranks), with its efficiency against
+    that, too. A row has none of this if it or the baseline failed.
+    """
+    if row.ms is None or base.ms is None:
+        return row
+    values = {SPEED: 100 * base.ms / row.ms}
+    if "theoretic_ms" in base.values:
+        values[THEORY] = 100 * base.values["theoretic_ms"] / row.ms
+    if row.peak_bytes is not None and base.peak_bytes is not None:
+        nothing = math.inf if row.peak_bytes else 100.0  # beside a baseline that takes none
+        share = 100 * row.peak_bytes / base.peak_bytes if base.peak_bytes else nothing
+        values[MEMORY] = share
+    return replace(row, values={**row.values, **values})
+
+
+def misses(row: Row, limits: Limits) -> Iterator[str]:
+    """Every reason why the gate does not let a row through."""
+    if row.failed is not None:
+        yield row.failed.splitlines()[0]
+    elif SPEED not in row.values:
+        yield "the baseline failed"
+    else:
+        if not row.values[SPEED] > 100 * limits.min_speed:
+            yield f"speed {row.values[SPEED]:.1f} %, not > {100 * limits.min_speed:g} %"
+        if limits.max_memory is None:
+            return
+        if MEMORY not in row.values:
+            yield "memory was not measured"
+        elif not row.values[MEMORY] < 100 * limits.max_memory:
+            yield f"memory {row.values[MEMORY]:.1f} %, not < {100 * limits.max_memory:g} %"
+
+
+def make_table(texts: Iterable[str], numbers: Iterable[str], title: str | None = None) -> Table:
+    """A table without columns' lines; numbers come last, to the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
+    table.title_justify = "left"
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def cell(value: float | None, form: str = ".3f", missing: str = MISSING, unit: str = "") -> str:
+    """A number with its unit, or what stands for none."""
+    return missing if value is None else format(value, form) + unit
+
+
+def mib(size: int | None, missing: str = MISSING) -> str:
+    """Bytes in MiB."""
+    return cell(None if size is None else size / 2**20, ".1f", missing)
+
+
+def run_times(row: Row) -> dict[str, float]:
+    """The fastest, mean, median and slowest run of a row that was timed, in ms."""
+    runs = row.samples_ms
+    middle = statistics.median(runs)
+    return {"min": min(runs), "avg": statistics.fmean(runs), "median": middle, "max": max(runs)}
+
+
+def speed_up(row: Row, base_ms: float | None) -> str:
+    """Against a baseline, if that ran."""
+    return MISSING if base_ms is None or not row.ms else f"{base_ms / row.ms:.2f}x"
+
+
+def fastest(rows: Sequence[Row]) -> Row | None:
+    """Of those that were timed."""
+    return min((row for row in rows if row.ms is not None), key=lambda r: r.ms or 0.0, default=None)
+
+
+def leanest(rows: Sequence[Row]) -> Row | None:
+    """The one with the lowest peak of memory."""
+    measured = (row for row in rows if row.peak_bytes is not None)
+    return min(measured, key=lambda row: row.peak_bytes or 0, default=None)

@@ -1,8 +1,11 @@
-"""Workloads and placements: what attention is to compute, and how it is spread; without torch."""
+"""Workloads and placements: what attention is to compute, and how it is spread.
+
+Importing it loads no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -15,6 +18,10 @@ from .link import NONE, Link
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from ..engine.prepare import Options
+    from ..kernels.base import Call
+    from ..plan.problem import Problem
 
 FORWARD, BACKWARD, BOTH = PASSES = ("forward", "backward", "both")
 FLOPS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}  # of the forward pass
@@ -315,3 +322,89 @@ PRESETS: Mapping[str, Workload] = {
     "llama3-8b": Workload(1, 8192, 32, 8, 128, True),
 }
 FORWARD_ONLY = frozenset({"batch-inference"})  # presets without gradients
+
+
+# As the library sees them.
+
+
+def call_of(workload: Workload, device: torch.device, with_lse: bool = False) -> Call:
+    """What kernels are asked whether they can do it."""
+    import torch
+
+    from ..kernels.base import Call
+
+    w = workload
+    lead = () if w.packed else (w.batch,)
+    return Call(
+        device=device,
+        dtype=w.torch_dtype,
+        nheads=w.nheads,
+        nheads_k=w.nheads_k,
+        headdim=w.headdim,
+        headdim_v=w.headdim_v or w.headdim,
+        softmax_scale=w.headdim**-0.5 if w.softmax_scale is None else w.softmax_scale,
+        mask=w.mask,
+        softcap=w.softcap,
+        alibi_slopes=torch.empty((*lead, w.nheads), device="meta") if w.alibi else None,
+        dropout_p=w.dropout_p,
+        sink=w.sink,
+        packed=len(w.lengths) > 1,
+        with_lse=with_lse,
+    )
+
+
+def options_of(workload: Workload, kernel: str) -> Options:
+    """The arguments that all public functions share."""
+    from ..engine.prepare import Options
+
+    return Options(**workload.options, kernel=kernel)
+
+
+def problem_of(workload: Workload, placement: Placement) -> Problem:
+    """What all ranks compute together; ValueError where the placement makes no sense."""
+    from ..engine.entry import make_problem
+
+    return make_problem(
+        placement.layout,
+        placement.route,
+        workload.lengths,
+        workload.lengths_k,
+        placement.world_size,
+        options_of(workload, placement.kernel),
+        workload.nheads_k,
+        placement.heads_k_stride,
+        placement.sources_per_launch,
+    )
+
+
+def resolve(workload: Workload, placement: Placement, device: torch.device) -> Placement:
+    """The placement with the library's choices made: the kernel, and sources of a launch.
+
+    Raises:
+        ValueError: the placement makes no sense.
+        NotImplementedError: no kernel can do it; with every reason.
+    """
+    from ..kernels.base import choose_kernel
+
+    problem = problem_of(workload, placement)
+    sources = problem.sources_per_launch if placement.route == "ring" else None
+    kernel = choose_kernel(placement.kernel, call_of(workload, device)).name
+    return replace(placement, kernel=kernel, sources_per_launch=sources)
+
+
+def refuse_kernels(reasons: Mapping[str, Sequence[str]], device: torch.device) -> None:
+    """NotImplementedError if there are any: of each kernel, what `choose_kernel` says each time."""
+    import torch
+
+    if not reasons:
+        return
+    lines = []
+    for name, why in reasons.items():
+        shortest = min((text.splitlines()[1:] for text in why), key=len)
+        lines += [f"{name} can do none of this on {device.type}:", *shortest]
+    if device.type == "cpu" and torch.cuda.is_available():
+        lines.append("There is a GPU here: --device cuda takes it.")
+    lines.append(
+        "Choose other kernels (--kernel, --versus) or functions; `rfa info` says what can run here."
+    )
+    raise NotImplementedError("\n".join(lines))

@@ -11,11 +11,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench.cells import cell
 from ..bench.diff import BAD, Change, Outcome, compare
-from ..bench.results import Results, Row, check_output, load
+from ..bench.results import Results, Row, cell, check_output, load, make_table
 from . import options as o
-from .console import make_table, screen, usage_errors, write
+from .console import screen, usage_errors, write
 
 _NOISY_CODE = 3
 _STYLES = {

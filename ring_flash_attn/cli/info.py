@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.results import check_output
-from ..bench.workload import Workload
+from ..bench.results import check_output, make_table
+from ..bench.workload import Workload, call_of
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
 from . import options as o
-from .console import make_table, usage_errors, write
+from .console import usage_errors, write
 
 
 def info(
@@ -30,7 +30,6 @@ def info(
     rfa info
     rfa info --dtype float32 --headdim 256 --json info.json
     """
-    from ..bench.inputs import call_of
     from ..bench.machine import devices, find_device, variables, versions
 
     with usage_errors():

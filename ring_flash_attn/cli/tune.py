@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ..bench.results import check_output
+from ..bench.results import check_output, make_table
+from ..bench.workload import Workload, call_of, find_dtype
 from ..kernels.base import why_not
 from . import options as o
-from .console import make_table, screen, usage_errors, write
+from .console import screen, usage_errors, write
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Choice
@@ -43,7 +44,6 @@ def tune(
     import torch
 
     from ..bench.machine import commit, versions
-    from ..bench.workload import find_dtype
 
     headdims = headdim or [64, 128]
     with usage_errors():
@@ -84,9 +84,6 @@ def tune(
 def _check(headdims: list[int], dtype: str) -> None:
     """ValueError where there is nothing to time."""
     import torch
-
-    from ..bench.inputs import call_of
-    from ..bench.workload import Workload
 
     if not torch.cuda.is_available():
         raise ValueError("rfa tune times kernels on a GPU, and there is none that torch can use")

@@ -25,8 +25,7 @@ from ring_flash_attn.bench.workload import (
     find_dtype,
 )
 from ring_flash_attn.cli import info as versions
-from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.usage import as_options
+from ring_flash_attn.cli.app import app, as_options
 
 # What is wrong, and words of the answer; all of it on the CPU, and before anything is computed.
 WRONG = {

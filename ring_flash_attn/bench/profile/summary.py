@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..cells import ON_CPU, cell, fastest, leanest, mib, run_times, speed_up
-from ..machine import versions
-from ..results import Results
-from ..verdicts import POOR
+from ..machine import POOR, versions
+from ..results import ON_CPU, Results, cell, fastest, leanest, mib, run_times, speed_up
 from .counters import METRICS, Counters
 from .facts import Facts, TimedPass
 from .findings import find, passes_name, short, verdicts
