@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..engine.attention import QKV
-from .implementations import Attention, Implementation, find_implementation
+from .implementations import Implementation, find_implementation
 from .results import Row
 from .timing import WARM_UP, Prepared, Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
 from .workload import BACKWARD, BOTH, FORWARD, PASSES, Workload
 
+if TYPE_CHECKING:
+    from .implementations import Attention
+
 CANNOT = "cannot: "  # begins the reasons of one that was not tried
-_SCORES = 1 << 27  # entries of the matrices that are held at a time: 1 GiB each
-TENSORS = ("out", "dq", "dk", "dv")
+_SCORES = 1 << 27  # entries of the fp64 matrices that are held at a time: 1 GiB each
 Report = Callable[[str], None]
 Result = TypeVar("Result")
 
@@ -38,7 +42,7 @@ def measure(
     """Time implementations in interleaved rounds.
 
     Args:
-        names: of `implementations.implementation_names()`, or "auto" and "native".
+        names: of `implementation_names()`, or "auto" and "native".
         workload, device: what is computed, and where.
         kind: of the rows.
         repeats: rounds; short passes have several runs in each.
@@ -68,7 +72,14 @@ def measure(
         try:
             inputs = Inputs(workload, device, grad)
             for each in trials:
-                _prepare(each, inputs, graphs, report)
+                reasons = each.implementation.why_not(workload, device)
+                if reasons:
+                    each.failed = CANNOT + "; ".join(reasons)
+                    continue
+                report(f"preparing {each.name}")
+                each.attempt(partial(_prepare, each, inputs, graphs))
+                if each.failed is not None:
+                    _clear(device)
             able = [each for each in trials if each.failed is None]
             works = {(each.name, name): each.works[name] for name in passes for each in able}
             if works:
@@ -132,13 +143,12 @@ class _Trial:
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
         """What it returns; None if it fails or has failed before."""
-        if self.failed is not None:
-            return None
-        try:
-            return work()
-        except Exception as error:  # of any library
-            self.failed = _reason(error)
-            return None
+        if self.failed is None:
+            try:
+                return work()
+            except Exception as error:  # of any library
+                self.failed, self.attention = _reason(error), None
+        return None
 
     def guarded(self, work: Work) -> Work:
         """The work, until it fails; then nothing."""
@@ -157,36 +167,22 @@ class _Trial:
         """One for each pass; with what was found, or why there is nothing."""
         for each in passes:
             row = Row(kind, self.name, each, workload.to_dict(), failed=self.failed)
-            if self.failed is not None:
-                yield row
-                continue
-            runs, last = samples[self.name, each], each == passes[-1]
-            yield replace(
-                row,
-                samples_ms=runs.device,
-                tflops=workload.flops(each) / runs.median.device / 1e9,
-                peak_bytes=self.peaks[each],
-                values={"host_ms": runs.median.host},
-                errors=self.errors if last else {},
-                note=self.note if last else None,
-            )
+            if self.failed is None:
+                runs, last = samples[self.name, each], each == passes[-1]
+                row = replace(
+                    row,
+                    samples_ms=runs.device,
+                    tflops=workload.flops(each) / runs.median.device / 1e9,
+                    peak_bytes=self.peaks[each],
+                    values={"host_ms": runs.median.host},
+                    errors=self.errors if last else {},
+                    note=self.note if last else None,
+                )
+            yield row
 
 
-def _prepare(trial: _Trial, inputs: Inputs, graphs: bool, report: Report) -> None:
-    """Warm it up and find its memory; it has failed if it cannot."""
-    reasons = trial.implementation.why_not(inputs.workload, inputs.device)
-    if reasons:
-        trial.failed = CANNOT + "; ".join(reasons)
-        return
-    report(f"preparing {trial.name}")
-    trial.attempt(lambda: _warm_up(trial, inputs, graphs))
-    if trial.failed is not None:
-        trial.attention = None
-        _clear(inputs.device)
-
-
-def _warm_up(trial: _Trial, inputs: Inputs, graphs: bool) -> None:
-    """Memory of the backward pass includes the forward pass."""
+def _prepare(trial: _Trial, inputs: Inputs, graphs: bool) -> None:
+    """Warm it up and find its memory, that of the backward pass with the forward pass."""
     attention = trial.attention = trial.implementation.make(inputs.workload, inputs.device)
     works = make_works(attention, inputs)
     for each in inputs.passes:
@@ -232,33 +228,6 @@ def _captured(attention: Attention, inputs: Inputs) -> dict[str, Work]:
     return captured
 
 
-def _find_errors(trials: Sequence[_Trial], inputs: Inputs, report: Report) -> None:
-    """Against fp64; times stay if that fails."""
-    report("computing in fp64")
-    try:
-        right = exact(inputs.workload, *inputs.leaves, inputs.dout)
-    except Exception as error:  # out of memory, say
-        for each in trials:
-            each.note = f"no errors: {_reason(error)}"
-        return
-    for each in trials:
-        report(f"comparing {each.name} with fp64")
-        try:
-            each.errors = errors_of(_tensors(each, inputs), right)
-        except Exception as error:  # of any library
-            each.note = f"no errors: {_reason(error)}"
-
-
-def _tensors(trial: _Trial, inputs: Inputs) -> dict[str, Tensor]:
-    """out, and the gradients if there are some."""
-    assert trial.attention is not None
-    out = trial.attention(*inputs.leaves)
-    found = {"out": out.detach()}
-    if len(inputs.passes) > 1:
-        found |= dict(zip(TENSORS[1:], inputs.gradients(out), strict=True))
-    return found
-
-
 def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
     """A graph of it, with the tensors that it reads, which the work holds, and writes to."""
     graph = torch.cuda.CUDAGraph()
@@ -276,9 +245,8 @@ def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
 
 def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"out of memory: {text}"
-    return f"{type(error).__name__}: {text}"
+    memory = isinstance(error, torch.OutOfMemoryError)
+    return f"{'out of memory' if memory else type(error).__name__}: {text}"
 
 
 def _clear(device: torch.device) -> None:
@@ -288,29 +256,33 @@ def _clear(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-# fp64, which all implementations are compared with, a few queries at a time. It shares no code with
-# the library. Heads do not depend on each other: one KV head and its query heads of one sequence
-# stand for all.
+# Errors against fp64. It shares no code with the library. Heads do not depend on each other, so
+# that one KV head and its query heads of one sequence stand for all.
 
 
-@torch.no_grad()
-def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """out and the gradients in fp64: (seqlen, heads, headdim) of the first KV head."""
-    group = workload.nheads // workload.nheads_k
-    queries, douts = (x[0, :, :group].to(torch.float64) for x in (q, dout))
-    key, value = (x[0, :, 0].to(torch.float64) for x in (k, v))
-    found = {"out": queries.clone(), "dq": queries.clone()}
-    dk, dv = torch.zeros_like(key), torch.zeros_like(value)
-    step = max(1, _SCORES // workload.seqlen)
-    for head in range(group):
-        for start in range(0, workload.seqlen, step):
-            rows = slice(start, start + step)
-            part = (queries[rows, head], key, value, douts[rows, head])
-            out, dq, more_dk, more_dv = _rows(workload, start, *part)
-            found["out"][rows, head], found["dq"][rows, head] = out, dq
-            dk += more_dk
-            dv += more_dv
-    return {**found, "dk": dk[:, None], "dv": dv[:, None]}
+@contextmanager
+def _noted(trials: Sequence[_Trial]) -> Iterator[None]:
+    """Times stay if there can be no errors: out of memory, say."""
+    try:
+        yield
+    except Exception as error:  # of any library
+        for each in trials:
+            each.note = f"no errors: {_reason(error)}"
+
+
+def _find_errors(trials: Sequence[_Trial], inputs: Inputs, report: Report) -> None:
+    with _noted(trials):
+        report("computing in fp64")
+        right = exact(inputs.workload, *inputs.leaves, inputs.dout)
+        for each in trials:
+            with _noted([each]):
+                report(f"comparing {each.name} with fp64")
+                assert each.attention is not None
+                out = each.attention(*inputs.leaves)
+                found = {"out": out.detach()}
+                if len(inputs.passes) > 1:
+                    found |= zip(("dq", "dk", "dv"), inputs.gradients(out), strict=True)
+                each.errors = errors_of(found, right)
 
 
 def errors_of(
@@ -331,20 +303,31 @@ def errors_of(
     return errors
 
 
-def _rows(
-    workload: Workload, start: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries from row `start` on, of one head."""
-    scale = workload.headdim**-0.5
-    scores = (q @ k.T) * scale
+@torch.no_grad()
+def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
+    """out and the gradients in fp64, a few queries at a time.
+
+    They are (seqlen, heads, headdim) of the first KV head.
+    """
+    group, scale = workload.nheads // workload.nheads_k, workload.headdim**-0.5
+    q, dout = (x[0, :, :group].to(torch.float64) for x in (q, dout))
+    k, v = (x[0, :, 0].to(torch.float64) for x in (k, v))
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+    (left, right), causal = workload.window, workload.causal
     columns = torch.arange(len(k), device=q.device)
-    distance = columns - torch.arange(start, start + len(q), device=q.device)[:, None]
-    left, right = workload.window
-    if left >= 0:
-        scores.masked_fill_(distance < -left, -torch.inf)
-    if workload.causal or right >= 0:
-        scores.masked_fill_(distance > (0 if workload.causal else right), -torch.inf)
-    p = scores.softmax(dim=-1)
-    out = p @ v
-    ds = p * (dout @ v.T - (dout * out).sum(-1, keepdim=True)) * scale
-    return out, ds @ k, ds.T @ q, p.T @ dout
+    for rows in columns.split(max(1, _SCORES // len(k))):
+        distance = columns - rows[:, None]
+        for head in range(group):
+            mine, above = q[rows, head], dout[rows, head]
+            scores = (mine @ k.T) * scale
+            if left >= 0:
+                scores.masked_fill_(distance < -left, -torch.inf)
+            if causal or right >= 0:
+                scores.masked_fill_(distance > (0 if causal else right), -torch.inf)
+            p = scores.softmax(dim=-1)
+            out[rows, head] = p @ v
+            ds = p * (above @ v.T - (above * out[rows, head]).sum(-1, keepdim=True)) * scale
+            dq[rows, head] = ds @ k
+            dk += ds.T @ mine
+            dv += p.T @ above
+    return {"out": out, "dq": dq, "dk": dk[:, None], "dv": dv[:, None]}

@@ -1,4 +1,4 @@
-"""Results: the one format of all measurements in files; docs/benchmarks.md describes it."""
+"""Results: rows of measurements, their files (docs/benchmarks.md has the format), their tables."""
 
 from __future__ import annotations
 
@@ -6,62 +6,30 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from ..kernels.base import kernel_names
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = "ring_flash_attn results"
 VERSION = 1
-BENCH, COMPARE, RING, REPLAY, VERIFY = KINDS = ("bench", "compare", "ring", "replay", "verify")
+BENCH, COMPARE, RING, REPLAY, VERIFY = ("bench", "compare", "ring", "replay", "verify")  # kinds
 SPEED, MEMORY, THEORY = "versus_percent", "versus_memory_percent", "versus_theory_percent"
 ON_CPU = "On the CPU these are times of the host, and say little about GPUs."
 MISSING = "n/a"
-LIBRARIES = (  # that `implementations.py` compares our kernels with
-    "torch standard",
-    "SDPA flash",
-    "SDPA efficient",
-    "SDPA cuDNN",
-    "SDPA math",
-    "FlexAttention",
-    "xFormers",
-    "flash-attn 2",
-    "flash-attn 3",
-    "flash-attn 4",
-)
-
-
-def implementation_names() -> tuple[str, ...]:
-    """What rows may be of: our kernels and other libraries."""
-    return (*kernel_names(), *LIBRARIES)
+_NAMED = (  # fields that hold values by name
+    "machine", "versions", "settings", "details", "workload", "placement", "values", "errors",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was measured.
-
-    Attributes:
-        kind: what for, one of KINDS.
-        implementation: who computed it, such as "triton" or "SDPA cuDNN".
-        passes: one of PASSES.
-        workload: what was computed: batch, seqlen, nheads, nheads_k, headdim, causal, window,
-            dtype; for several ranks seqlen is a rank's.
-        placement: how it was spread: world_size, layout, route, function, link, rank; empty on one
-            device.
-        samples_ms: all runs; empty if it was not timed.
-        tflops: of the median run.
-        peak_bytes: most memory above inputs, outputs and gradients.
-        values: more numbers by name, such as efficiency_percent.
-        errors: for each tensor max, mean, rmse, relative, limit and passed.
-        failed: why there is nothing else, or None.
-        note: what else there is to know, such as why there are no errors.
-    """
+    """One thing that was measured, in `kind`, or why it `failed`."""
 
     kind: str
     implementation: str
@@ -84,7 +52,7 @@ class Row:
     @property
     def key(self) -> tuple[str, ...]:
         """The same for the same thing measured again."""
-        parts = (_sorted(self.workload), _sorted(self.placement))
+        parts = (json.dumps(each, sort_keys=True) for each in (self.workload, self.placement))
         return (self.kind, self.implementation, self.passes, *parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,29 +60,10 @@ class Row:
         values = {**vars(self), "samples_ms": list(self.samples_ms)}
         return {name: each for name, each in values.items() if each not in (None, {}, [])}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Row:
-        """What `to_dict` wrote."""
-        return cls(**{**values, "samples_ms": tuple(values.get("samples_ms", ()))})
-
-
-def _sorted(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, sort_keys=True)
-
 
 @dataclass(frozen=True)
 class Results:
-    """All that one command measured.
-
-    Attributes:
-        command: that was run.
-        machine: the device and its clocks; under "peak" what it does at best.
-        versions, commit: of what was measured.
-        settings: how, such as repeats.
-        rows: what was found.
-        details: more of the command's own, such as whole replays.
-        created: when, UTC.
-    """
+    """All that one command measured."""
 
     command: str
     machine: Mapping[str, Any]
@@ -143,39 +92,12 @@ class Results:
         rows = [row.to_dict() for row in self.rows]
         return {"format": FORMAT, "version": VERSION, **vars(self), "rows": rows}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Results:
-        """What `to_dict` wrote; ValueError for anything else."""
-        if values.get("format") != FORMAT:
-            raise ValueError(f"not in the format {FORMAT!r}")
-        if values.get("version") != VERSION:
-            raise ValueError(
-                f"version {values.get('version')!r} of the format; this release reads {VERSION}"
-            )
-        known = {name: each for name, each in values.items() if name not in ("format", "version")}
-        try:
-            found = cls(**{**known, "rows": tuple(map(Row.from_dict, known["rows"]))})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"damaged: {error}") from None
-        found._check()
-        return found
-
-    def _check(self) -> None:
-        """ValueError for values of the wrong kind."""
-        whole = ("machine", "versions", "settings", "details")
-        parts = [(f"{name!r}", getattr(self, name)) for name in whole]
-        for number, row in enumerate(self.rows):
-            names = ("workload", "placement", "values", "errors")
-            parts += [(f"{name!r} of row {number}", getattr(row, name)) for name in names]
-            errors = row.errors if isinstance(row.errors, Mapping) else {}
-            parts += [(f"error {name!r} of row {number}", each) for name, each in errors.items()]
-        for what, value in parts:
-            if not isinstance(value, Mapping):
-                raise ValueError(f"damaged: {what} holds no names, but {value!r}")
-
     def save(self, path: Path) -> None:
         """Write it as JSON."""
         save(self, path)
+
+
+# Files.
 
 
 def plain_json(value: Any) -> Any:
@@ -187,15 +109,6 @@ def plain_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def save(value: Any, path: Path) -> None:
-    """Write a text as it is; results and plain values as JSON."""
-    if not isinstance(value, str):
-        plain = value.to_dict() if isinstance(value, Results) else value
-        value = json.dumps(plain_json(plain), indent=1, allow_nan=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(value, encoding="utf-8", newline="\n")
-
-
 def number(value: Any) -> float | None:
     """A finite number of a file, or None: NaN and infinity are words there."""
     try:
@@ -203,6 +116,15 @@ def number(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return found if math.isfinite(found) else None
+
+
+def save(value: Any, path: Path) -> None:
+    """Write a text as it is; results and plain values as JSON."""
+    if not isinstance(value, str):
+        plain = value.to_dict() if isinstance(value, Results) else value
+        value = json.dumps(plain_json(plain), indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(value, encoding="utf-8", newline="\n")
 
 
 def load(path: Path) -> Results:
@@ -215,10 +137,27 @@ def load(path: Path) -> Results:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no results")
+    if values.pop("format", None) != FORMAT:
+        raise ValueError(f"{path}: not in the format {FORMAT!r}")
+    version = values.pop("version", None)
+    if version != VERSION:
+        raise ValueError(f"{path}: version {version!r} of the format; this release reads {VERSION}")
     try:
-        return Results.from_dict(values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        for index, row in enumerate(values["rows"]):
+            _check_names(row, f" of row {index}")
+            _check_names(row.get("errors", {}), f" of row {index}", row.get("errors", {}))
+            row["samples_ms"] = tuple(row.get("samples_ms", ()))
+        _check_names(values)
+        return Results(**{**values, "rows": tuple(Row(**row) for row in values["rows"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged: {error}") from None
+
+
+def _check_names(values: Any, where: str = "", names: Iterable[str] = _NAMED) -> None:
+    """TypeError for values of the wrong kind."""
+    for name in names:
+        if name in values and not isinstance(values[name], Mapping):
+            raise TypeError(f"{name!r}{where} holds no names, but {values[name]!r}")
 
 
 def check_output(path: Path | None) -> None:
@@ -239,11 +178,9 @@ def check_output(path: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a gate lets through.
+    """What a gate lets through: more than this part of the baseline's speed, less memory.
 
-    Attributes:
-        min_speed: the part of the baseline's iterations a second that must be exceeded.
-        max_memory: times the baseline's memory, to stay below; None where it is not measured.
+    No limit of memory where that is not measured.
     """
 
     min_speed: float = 0.6
@@ -321,12 +258,7 @@ def speed_up(row: Row, base_ms: float | None) -> str:
     return MISSING if base_ms is None or not row.ms else f"{base_ms / row.ms:.2f}x"
 
 
-def fastest(rows: Sequence[Row]) -> Row | None:
-    """Of those that were timed."""
-    return min((row for row in rows if row.ms is not None), key=lambda r: r.ms or 0.0, default=None)
-
-
-def leanest(rows: Sequence[Row]) -> Row | None:
-    """The one with the lowest peak of memory."""
-    measured = (row for row in rows if row.peak_bytes is not None)
-    return min(measured, key=lambda row: row.peak_bytes or 0, default=None)
+def least(rows: Iterable[Row], what: str) -> Row | None:
+    """The row with the shortest time (`ms`) or the least memory (`peak_bytes`), if there is one."""
+    found = (row for row in rows if getattr(row, what) is not None)
+    return min(found, key=attrgetter(what), default=None)

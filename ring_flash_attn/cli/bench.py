@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..bench.implementations import find_implementation, implementation_names
 from ..bench.results import (
     BENCH,
     COMPARE,
@@ -21,9 +22,7 @@ from ..bench.results import (
     Row,
     beside,
     check_output,
-    fastest,
-    implementation_names,
-    leanest,
+    least,
     make_table,
     mib,
     run_times,
@@ -141,7 +140,6 @@ def compare(
     rfa compare --batch 4 --seqlen 2048 --no-grad --json compare.json
     rfa compare triton native --preset 8k --gate
     """
-    from ..bench.implementations import find_implementation
     from ..bench.machine import device_name, find_device
     from ..bench.measure import check_graphs, find_all
 
@@ -213,8 +211,6 @@ def compare(
 
 def _find_able(option: str, name: str, workload: Workload, device: torch.device) -> str:
     """The name of the implementation; NotImplementedError with every reason if it cannot."""
-    from ..bench.implementations import find_implementation
-
     found = find_implementation(name, workload, device)
     reasons = found.why_not(workload, device)
     if reasons:
@@ -393,9 +389,10 @@ def _errors(row: Row) -> list[str]:
 def _best(rows: Sequence[Row]) -> Iterator[str]:
     """Who was the fastest in each pass, and who needed the least memory."""
     for each in dict.fromkeys(row.passes for row in rows):
-        first = fastest([row for row in rows if row.passes == each])
+        first = least((row for row in rows if row.passes == each), "ms")
         if first is not None:
             yield f"fastest, {each}: {first.implementation} ({first.ms:.3f} ms)"
-    lean = leanest([row for row in rows if row.passes != FORWARD]) or leanest(rows)
+    lean = least((row for row in rows if row.passes != FORWARD), "peak_bytes")
+    lean = lean or least(rows, "peak_bytes")
     if lean is not None:
         yield f"leanest: {lean.implementation} ({mib(lean.peak_bytes)} MiB)"

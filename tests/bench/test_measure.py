@@ -190,7 +190,7 @@ def test_libraries_get_the_arguments_they_know(monkeypatch: pytest.MonkeyPatch) 
             seen.append(options)
             return (q, None) if len(seen) > 1 else q
 
-    monkeypatch.setattr(implementations.importlib, "import_module", lambda name: Library)
+    monkeypatch.setattr(implementations, "import_module", lambda name: Library)
     q = torch.ones(1)
     for name in ("flash-attn 2", "flash-attn 4"):
         run = implementations._LIBRARIES[name].make(workload(True, (5, -1)), CPU)

@@ -16,7 +16,6 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from ring_flash_attn.bench import implementations, results
 from ring_flash_attn.bench.workload import (
     DTYPES,
     FORWARD_ONLY,
@@ -235,7 +234,6 @@ def test_version_of_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_names_are_those_of_what_they_name() -> None:
-    assert tuple(implementations._LIBRARIES) == results.LIBRARIES
     assert set(PRESETS) >= FORWARD_ONLY
     for name, long in DTYPES.items():
         assert dtype_name(find_dtype(name)) == long
