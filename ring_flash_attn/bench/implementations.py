@@ -181,7 +181,7 @@ def _flex_mask(workload: Workload, device: torch.device) -> Any:
         some, whole = some & (farthest >= -left), whole & (nearest >= -left)
     if right is not None:
         some, whole = some & (nearest <= right), whole & (farthest <= right)
-    lists: Any = [  # how many each row has, and which; those it has not come last
+    lists = [  # how many each row has, and which; those it has not come last
         part.int().to(device)[None, None]
         for blocks in (some & ~whole, whole)
         for part in (blocks.sum(1), (~blocks).int().argsort(dim=1, stable=True))
@@ -190,7 +190,8 @@ def _flex_mask(workload: Workload, device: torch.device) -> Any:
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return _seen(key - query, left, right)
 
-    return BlockMask.from_kv_blocks(*lists, _BLOCK, sees, seq_lengths=(seqlen, seqlen))
+    make: Any = BlockMask.from_kv_blocks
+    return make(*lists, _BLOCK, sees, seq_lengths=(seqlen, seqlen))
 
 
 def _flex(workload: Workload, device: torch.device) -> Attention:

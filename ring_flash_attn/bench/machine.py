@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .results import Results, Row
-from .timing import Stopwatch, Work, on_device
+from .timing import WARM_UP, Stopwatch, Work, on_device
 from .workload import dtype_name, find_dtype
 
 _PACKAGES = (
@@ -54,17 +54,11 @@ _CLOCK = 0.9  # of the highest
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What the device does at best, measured.
+    """What the device does at best, measured."""
 
-    Attributes:
-        tflops: of a product of large square matrices, in TFLOP/s.
-        gbps: of a copy within the device, bytes read and bytes written, in 10⁹ bytes a second.
-        dtype: of the matrices.
-    """
-
-    tflops: float
-    gbps: float
-    dtype: str = "bfloat16"
+    tflops: float  # of a product of large square matrices
+    gbps: float  # of a copy within the device: 10⁹ bytes a second, read and written
+    dtype: str = "bfloat16"  # of the matrices
 
 
 def versions() -> dict[str, str]:
@@ -131,37 +125,33 @@ def device_name(device: torch.device) -> str:
 
 def machine(device: torch.device, peak: Peak | None = None) -> dict[str, object]:
     """The device, its clocks now and its peak, as plain values."""
-    found: dict[str, object] = {
-        "device": device_name(device),
-        "kind": device.type,
-        "cpu_cores": os.cpu_count(),
-        "cpu_threads": torch.get_num_threads(),
-    }
+    found: dict[str, object] = {"device": device_name(device), "kind": device.type}
+    found |= {"cpu_cores": os.cpu_count(), "cpu_threads": torch.get_num_threads()}
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        found["compute_capability"] = f"{gpu.major}.{gpu.minor}"
-        found["processors"] = gpu.multi_processor_count
-        found["memory_bytes"] = gpu.total_memory
-        found |= _from_nvidia_smi(str(gpu.uuid))
-    if peak is not None:
-        found["peak"] = asdict(peak)
-    return found
+        found |= {
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "processors": gpu.multi_processor_count,
+            "memory_bytes": gpu.total_memory,
+            **_from_nvidia_smi(str(gpu.uuid)),
+        }
+    return found if peak is None else {**found, "peak": asdict(peak)}
 
 
 def _from_nvidia_smi(uuid: str) -> dict[str, object]:
     """What only the driver's tool knows; nothing where it is not installed or fails."""
-    gpu = f"GPU-{uuid.removeprefix('GPU-')}"
-    query = ["nvidia-smi", f"--id={gpu}", "", "--format=csv,noheader,nounits"]
-    query[2] = f"--query-gpu={','.join(_QUERIES.values())}"
-    text = _output_of(query)
-    values = [part.strip() for part in text.strip().split(",")]
+
+    def ask(what: str) -> str:
+        gpu, form = f"--id=GPU-{uuid.removeprefix('GPU-')}", "--format=csv,noheader,nounits"
+        return _output_of(["nvidia-smi", gpu, what, form]).strip()
+
+    values = map(str.strip, ask(f"--query-gpu={','.join(_QUERIES.values())}").split(","))
     found: dict[str, object] = {
         name: value if name == "driver" else float(value)
         for name, value in zip(_QUERIES, values)
         if value and (name == "driver" or value.replace(".", "", 1).isdigit())
     }
-    query[2] = "--query-compute-apps=pid"
-    processes = _output_of(query).split()
+    processes = ask("--query-compute-apps=pid").split()
     if processes:  # ours is one of them; in a container it may have another number, or none is seen
         found["other_processes"] = len(processes) - 1
     return found
@@ -169,9 +159,10 @@ def _from_nvidia_smi(uuid: str) -> dict[str, object]:
 
 def _output_of(command: Sequence[str], folder: Path | None = None) -> str:
     """What it prints; nothing where it is not installed or fails."""
-    options: Any = {"capture_output": True, "text": True, "timeout": 20, "check": True}
     try:
-        return str(subprocess.run(command, cwd=folder, **options).stdout)
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -195,20 +186,20 @@ def measure_peak(device: torch.device, dtype: str) -> Peak | None:
     """
     if device.type == "cpu":
         return None
+
+    def median(work: Work) -> float:
+        for _ in range(WARM_UP):
+            work()
+        return statistics.median(watch.time(work).device for _ in range(_RUNS))
+
     with on_device(device):
         watch = Stopwatch(device)
         a, b = (torch.randn(_SIZE, _SIZE, device=device).to(find_dtype(dtype)) for _ in range(2))
-        product = _median(watch, lambda: torch.mm(a, b))
+        product = median(lambda: torch.mm(a, b))
         source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        copy = _median(watch, lambda: target.copy_(source))
+        copy = median(lambda: target.copy_(source))
     return Peak(2 * _SIZE**3 / product / 1e9, 2 * _BYTES / copy / 1e6, dtype_name(dtype))
-
-
-def _median(watch: Stopwatch, work: Work) -> float:
-    for _ in range(3):
-        work()
-    return statistics.median(watch.time(work).device for _ in range(_RUNS))
 
 
 def command() -> str:
@@ -233,21 +224,13 @@ def make_results(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One number, judged.
+    """One number, judged."""
 
-    Attributes:
-        what: was measured.
-        value: of it, in words.
-        limits: what is good, and what needs work.
-        word: GOOD, FAIR or POOR.
-        advice: what to try if it needs work.
-    """
-
-    what: str
+    what: str  # was measured
     value: str
-    limits: str
-    word: str
-    advice: str = ""
+    limits: str  # what is good, and what needs work
+    word: str  # GOOD, FAIR or POOR
+    advice: str = ""  # what to try if it needs work
 
     def __str__(self) -> str:
         advice = f" Try: {self.advice}." if self.word == POOR and self.advice else ""
@@ -258,11 +241,10 @@ def judge(
     what: str, value: float, good: float, poor: float | None, unit: str = "", advice: str = ""
 ) -> Verdict:
     """GOOD above `good`, POOR below `poor` if anything is, else FAIR."""
-    below = poor is not None and value < poor
-    limits = f"good: > {good:.4g}{unit}"
+    limits, word = f"good: > {good:.4g}{unit}", GOOD if value > good else FAIR
     if poor is not None:
         limits += f", needs work: < {poor:.4g}{unit}"
-    word = GOOD if value > good else POOR if below else FAIR
+        word = POOR if value < poor else word
     return Verdict(what, f"{value:.4g}{unit}", limits, word, advice)
 
 

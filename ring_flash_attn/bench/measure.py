@@ -14,14 +14,13 @@ from torch import Tensor
 
 from ..engine.attention import QKV
 from .implementations import Implementation, find_implementation
-from .results import Row
+from .results import CANNOT, Row
 from .timing import WARM_UP, Prepared, Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
 from .workload import BACKWARD, BOTH, FORWARD, PASSES, Workload
 
 if TYPE_CHECKING:
     from .implementations import Attention
 
-CANNOT = "cannot: "  # begins the reasons of one that was not tried
 _SCORES = 1 << 27  # entries of the fp64 matrices that are held at a time: 1 GiB each
 Report = Callable[[str], None]
 Result = TypeVar("Result")

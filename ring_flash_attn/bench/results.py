@@ -22,6 +22,7 @@ BENCH, COMPARE, RING, REPLAY, VERIFY = ("bench", "compare", "ring", "replay", "v
 SPEED, MEMORY, THEORY = "versus_percent", "versus_memory_percent", "versus_theory_percent"
 ON_CPU = "On the CPU these are times of the host, and say little about GPUs."
 MISSING = "n/a"
+CANNOT = "cannot: "  # begins the reasons of an implementation that was not tried
 _NAMED = (  # fields that hold values by name
     "machine", "versions", "settings", "details", "workload", "placement", "values", "errors",
 )  # fmt: skip

@@ -66,40 +66,26 @@ def lengths_of(cu_seqlens: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Workload:
-    """One attention call over all tokens, whoever computes it.
-
-    Attributes:
-        batch, seqlen: sequences, and tokens of each; for packed documents 1 and all tokens.
-        nheads, nheads_k, headdim: of q, k and v.
-        causal: queries see no later keys.
-        window: keys to the left and to the right that a query sees; -1: all.
-        dtype: torch's name of it; short names and torch's objects will do.
-        cu_seqlens: packed documents instead of a batch: offsets in the whole stream.
-        seqlen_k, cu_seqlens_k: of the keys, if there are more or fewer than queries.
-        headdim_v: of v and out, if it is not headdim.
-        softmax_scale, softcap, dropout_p: as in flash-attn.
-        alibi, sink: with slopes, with attention sinks.
-        lse_grad: the loss depends on lse as well.
-    """
+    """One attention call over all tokens, whoever computes it; names as in flash-attn."""
 
     batch: int = 2
-    seqlen: int = 1024
+    seqlen: int = 1024  # of each sequence; of packed documents all tokens
     nheads: int = 8
     nheads_k: int = 8
     headdim: int = 64
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
-    dtype: str = "bfloat16"
-    cu_seqlens: tuple[int, ...] | None = None
-    seqlen_k: int | None = None
+    dtype: str = "bfloat16"  # torch's name; short names and torch's objects will do
+    cu_seqlens: tuple[int, ...] | None = None  # packed documents: offsets in the whole stream
+    seqlen_k: int | None = None  # of the keys, if there are more or fewer than queries
     cu_seqlens_k: tuple[int, ...] | None = None
-    headdim_v: int | None = None
+    headdim_v: int | None = None  # of v and out, if it is not headdim
     softmax_scale: float | None = None
     softcap: float = 0.0
     dropout_p: float = 0.0
     alibi: bool = False
     sink: bool = False
-    lse_grad: bool = False
+    lse_grad: bool = False  # the loss depends on lse as well
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -197,14 +183,12 @@ class Workload:
     @cached_property
     def pairs(self) -> int:
         """Allowed (query, key) pairs of one head, over the documents of one sequence."""
-        return sum(map(self._document_pairs, self.lengths, self.lengths_k))
-
-    def _document_pairs(self, queries: int, keys: int) -> int:
-        if not queries or not keys:
-            return 0
-        query, key = Span(0, queries, keys - queries, 1, 0, 0), Span(0, keys, 0, 1, 0, 0)
-        tile = make_tile(query, key, self.mask)
-        return 0 if tile is None else tile.pairs
+        tiles = (
+            make_tile(Span(0, q, k - q, 1, 0, 0), Span(0, k, 0, 1, 0, 0), self.mask)
+            for q, k in zip(self.lengths, self.lengths_k, strict=True)
+            if q and k
+        )
+        return sum(tile.pairs for tile in tiles if tile is not None)
 
     def flops(self, passes: str = FORWARD) -> float:
         """Of two matrix products forward, and of five backward."""
@@ -216,15 +200,11 @@ class Workload:
 
         Forward q, k, v, out and lse; backward q, k, v, out, dout, dq, dk, dv and lse.
         """
-        if passes == BOTH:
-            return self.bytes(FORWARD) + self.bytes(BACKWARD)
-        tokens_k = sum(self.lengths_k)
-        dim, dim_v = self.headdim, self.headdim_v or self.headdim
-        queries = self.seqlen * self.nheads * (dim + dim_v)  # q, out
-        keys = tokens_k * self.nheads_k * (dim + dim_v)  # k, v
-        tensors = (queries + keys) * (1 if passes == FORWARD else 2)
-        lse = self.seqlen * self.nheads * _LSE_BYTES
-        return self.batch * (tensors * _ITEMSIZE[self.dtype] + lse)
+        tensors, lses = {FORWARD: (1, 1), BACKWARD: (2, 1), BOTH: (3, 2)}[passes]
+        rows, rows_k = self.seqlen * self.nheads, sum(self.lengths_k) * self.nheads_k
+        dims = self.headdim + (self.headdim_v or self.headdim)  # q and out; k and v
+        each = (rows + rows_k) * dims * _ITEMSIZE[self.dtype]
+        return self.batch * (tensors * each + lses * rows * _LSE_BYTES)
 
     def tensors(self, device: torch.device, tokens: int | None = None) -> Any:
         """Random (q, k, v), each (batch, seqlen, nheads, headdim), and dout.
@@ -271,22 +251,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a workload is spread over ranks, and by which kernel.
-
-    Attributes:
-        world_size: number of ranks.
-        layout, route, kernel: as in `ring_attention`.
-        heads_k_stride, sources_per_launch: of the route; None: the library's choice.
-        link: what a replay emulates between ranks; None: communication costs nothing.
-    """
+    """How a workload is spread over ranks, and by which kernel; names as in `ring_attention`."""
 
     world_size: int = 8
     layout: str = "zigzag"
     route: str = "ring"
     kernel: str = "auto"
     heads_k_stride: int | None = None
-    sources_per_launch: int | None = None
-    link: Link | None = None
+    sources_per_launch: int | None = None  # None: the library's choice
+    link: Link | None = None  # that a replay emulates; None: communication costs nothing
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

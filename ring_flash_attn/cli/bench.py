@@ -15,6 +15,7 @@ from rich.table import Table
 from ..bench.implementations import find_implementation, implementation_names
 from ..bench.results import (
     BENCH,
+    CANNOT,
     COMPARE,
     MISSING,
     ON_CPU,
@@ -35,8 +36,6 @@ from .console import print_lines, print_versus, running, screen, usage_errors, w
 
 if TYPE_CHECKING:
     import torch
-
-    from ..bench.machine import Peak
 
 _BASE = "torch standard"
 
@@ -84,7 +83,7 @@ def bench(
         {"repeats": o.repeats_on(where, repeats)},
         json_file,
         grad=not o.without_gradients(preset, no_grad),
-        at_end=lambda results, peak: _show_sweep(console, results, workloads, peak),
+        at_end=lambda results: _show_sweep(console, results, workloads),
     )
     raise typer.Exit(int(all(row.failed is not None for row in rows)))
 
@@ -229,7 +228,7 @@ def _measure(
     json_file: Path | None,
     *,
     after_each: Callable[[Workload, list[Row]], list[Row]] = lambda workload, rows: rows,
-    at_end: Callable[[Results, Peak | None], None] = lambda results, peak: None,
+    at_end: Callable[[Results], None] = lambda results: None,
     **how: Any,
 ) -> list[Row]:
     """Measure implementations of one workload after the other; write what there is.
@@ -252,15 +251,13 @@ def _measure(
     finally:  # after Ctrl-C, too
         if rows:
             results = make_results(rows, device, settings, peak)
-            at_end(results, peak)
+            at_end(results)
             write(console, results, json_file)
     return rows
 
 
 def _print_failures(console: Console, rows: Sequence[Row]) -> None:
     """Why some have no times or no errors, once for each reason."""
-    from ..bench.measure import CANNOT
-
     reasons = [(row.implementation, row.failed or row.note) for row in rows]
     for name, why in dict.fromkeys(reasons):
         if why is not None:
@@ -271,51 +268,51 @@ def _print_failures(console: Console, rows: Sequence[Row]) -> None:
 # One implementation.
 
 
-def _show_sweep(
-    console: Console, results: Results, workloads: Sequence[Workload], peak: Peak | None
-) -> None:
+def _show_sweep(console: Console, results: Results, workloads: Sequence[Workload]) -> None:
     names = dict.fromkeys(row.implementation for row in results.rows)
     what = workloads[0] if len(workloads) == 1 else f"{len(workloads)} workloads"
     print_lines(console, (f"{', '.join(names)} on {results.device}", what))
     values = [each.to_dict() for each in workloads]
     varying = [name for name in values[0] if any(v[name] != values[0][name] for v in values)]
-    shares = () if peak is None else ("% of matmul", "verdict")
+    shares = ("% of matmul", "verdict") if results.peak else ()
     times = ("min ms", "avg ms", "median ms", "max ms", "TFLOP/s peak", "avg")
     table = make_table((*varying, "pass"), (*times, *shares, "MiB"))
     for column in table.columns[: len(varying)]:
         column.justify = "right"
     for row in results.rows:
         sizes = (str(row.workload[name]) for name in varying)
-        table.add_row(*sizes, row.passes, *_cells(row, results.device, peak))
+        table.add_row(*sizes, row.passes, *_cells(row, results))
     console.print(table)
     _print_failures(console, results.rows)
-    print_lines(console, _notes(results, peak))
+    print_lines(console, _notes(results))
 
 
-def _cells(row: Row, device: str, peak: Peak | None) -> list[str]:
+def _cells(row: Row, results: Results) -> list[str]:
     """Times, rates of the fastest run and on average, share of the peak, verdict, memory."""
+    from ..bench.machine import Peak, rate_verdict
+
     if row.failed is not None or row.ms is None or row.tflops is None:
         return ["[red]failed[/]"]
     times, work = run_times(row), row.tflops * row.ms
     cells = [f"{ms:.3f}" for ms in times.values()]
     cells += [f"{work / times[name]:.4g}" for name in ("min", "avg")]
-    if peak is not None:
-        from ..bench.machine import rate_verdict
-
-        verdict = rate_verdict(row.passes, row.tflops, device, peak)
+    if results.peak:
+        peak = Peak(**results.peak)
+        verdict = rate_verdict(row.passes, row.tflops, results.device, peak)
         cells += [f"{100 * row.tflops / peak.tflops:.1f}", verdict.word]
     return [*cells, mib(row.peak_bytes)]
 
 
-def _notes(results: Results, peak: Peak | None) -> Iterator[object]:
+def _notes(results: Results) -> Iterator[object]:
     """How to read it."""
-    from ..bench.machine import machine_verdicts, rate_verdict
+    from ..bench.machine import Peak, machine_verdicts, rate_verdict
 
     yield (
         f"{results.settings['repeats']} rounds; short passes have several runs in each. TFLOP/s: "
         "of the fastest run, and on average."
     )
-    if peak is not None:
+    if results.peak:
+        peak = Peak(**results.peak)
         yield (
             f"% of matmul: the median run against {peak.tflops:.4g} TFLOP/s, measured here with a "
             f"product of large matrices in {peak.dtype}."
@@ -338,8 +335,6 @@ def _show_comparison(
     console: Console, workload: Workload, rows: Sequence[Row], versus: str | None
 ) -> None:
     """A table of those that ran, who was best, and why the others did not run."""
-    from ..bench.measure import CANNOT
-
     print_lines(console, ("", workload))
     ran = [row for row in rows if row.failed is None]
     if ran:
