@@ -26,16 +26,10 @@ _BLOCK = 128  # FlexAttention's
 
 @dataclass(frozen=True)
 class Implementation:
-    """Something that computes attention.
-
-    Attributes:
-        name: in tables and files.
-        why_not: every reason why it cannot do a workload on a device; empty if it can.
-        make: returns a function of (q, k, v) for it; what it prepares is not timed.
-    """
+    """Something that computes attention: what `make` prepares for a workload is not timed."""
 
     name: str
-    why_not: Callable[[Workload, torch.device], list[str]]
+    why_not: Callable[[Workload, torch.device], list[str]]  # every reason why it cannot
     make: Callable[[Workload, torch.device], Attention]
 
 
@@ -45,12 +39,7 @@ def implementation_names() -> tuple[str, ...]:
 
 
 def find_implementation(name: str, workload: Workload, device: torch.device) -> Implementation:
-    """By its name; "auto" and "native" are the kernels that they pick for this workload.
-
-    Raises:
-        ValueError: there is none of this name.
-        NotImplementedError: "auto" or "native" finds no kernel.
-    """
+    """By its name, else ValueError; "auto" and "native" are the kernels that they pick."""
     if name in (AUTO, NATIVE):
         name = choose_kernel(name, call_of(workload, device)).name
     if name in _LIBRARIES:
@@ -115,11 +104,8 @@ def _standard(workload: Workload, device: torch.device) -> Attention:
 def _sdpa(name: str, backend: str, *, masks: bool, groups: bool, cpu: bool) -> Implementation:
     """torch's function with one of its backends.
 
-    Args:
-        name, backend: which; as in `SDPBackend`.
-        masks: it takes a mask of booleans, and thus windows.
-        groups: it lets query heads share a KV head by itself.
-        cpu: it runs on a CPU.
+    Whether it takes `masks`, and thus windows; lets query heads share a KV head by itself
+    (`groups`); runs on a `cpu`.
     """
 
     def why(workload: Workload, device: torch.device) -> list[str]:
@@ -238,10 +224,7 @@ def _xformers(workload: Workload, device: torch.device) -> Attention:
 def _flash_attn(name: str, module: str, kernel: str, no_limit: int | None) -> Implementation:
     """A release of flash-attn, called as its own users do.
 
-    Args:
-        name, module: of the library, and where its `flash_attn_func` is.
-        kernel: ours on the same library, which knows what it can do.
-        no_limit: how it calls a side of a window without a limit.
+    `kernel` is ours on it, and knows what it can do; `no_limit` is a side of a window without one.
     """
 
     def make(workload: Workload, device: torch.device) -> Attention:

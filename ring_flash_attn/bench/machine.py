@@ -181,8 +181,7 @@ def commit() -> str | None:
 def measure_peak(device: torch.device, dtype: str) -> Peak | None:
     """Time a product of matrices and a copy: what a kernel can be compared with.
 
-    None on the CPU: in half precision kernels compute in fp32 there, several times as fast as a
-    product in half precision, which may take minutes.
+    None on the CPU: a product in half precision may take minutes there, and kernels use fp32.
     """
     if device.type == "cpu":
         return None
@@ -249,10 +248,7 @@ def judge(
 
 
 def rate_verdict(what: str, tflops: float, device: str, peak: Peak) -> Verdict:
-    """On TFLOP/s: 150 and 100 on an A100 in half precision, elsewhere the same shares of the peak.
-
-    The peak is that of the device in the dtype of the inputs.
-    """
+    """150 and 100 TFLOP/s on an A100 in half precision, elsewhere the same shares of the peak."""
     scale = 1.0
     if _A100 not in device or peak.dtype not in ("float16", "bfloat16"):
         scale = peak.tflops / _A100_PEAK

@@ -38,24 +38,11 @@ def measure(
     graphs: bool = False,
     report: Report = lambda line: None,
 ) -> list[Row]:
-    """Time implementations in interleaved rounds.
+    """Time implementations in interleaved rounds: a row for each implementation and pass.
 
-    Args:
-        names: of `implementation_names()`, or "auto" and "native".
-        workload, device: what is computed, and where.
-        kind: of the rows.
-        repeats: rounds; short passes have several runs in each.
-        grad: backward, and forward and backward together, as well.
-        errors: compare out (and gradients) with fp64.
-        graphs: time CUDA graphs, which are free of the host's time and its disturbances.
-        report: is called with what is being done.
-
-    Returns:
-        A row for each implementation and pass; of one that cannot do it, or fails, they say why.
-
-    Raises:
-        ValueError: there is no such implementation, repeats is no positive number, there are no
-            graphs on the device, or the workload has documents or features.
+    Rows of one that cannot do it, or fails, say why. `grad`: backward, and both passes together, as
+    well; `errors`: compare out (and gradients) with fp64; `graphs`: time CUDA graphs, which are
+    free of the host's time. ValueError for names that there are not, and for documents or features.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be positive, not {repeats}")
@@ -75,12 +62,16 @@ def measure(
                 if reasons:
                     each.failed = CANNOT + "; ".join(reasons)
                     continue
-                report(f"preparing {each.name}")
+                report(f"preparing {each.implementation.name}")
                 each.attempt(partial(_prepare, each, inputs, graphs))
                 if each.failed is not None:
                     _clear(device)
             able = [each for each in trials if each.failed is None]
-            works = {(each.name, name): each.works[name] for name in passes for each in able}
+            works = {
+                (each.implementation.name, name): each.works[name]
+                for name in passes
+                for each in able
+            }
             if works:
                 samples = interleaved(works, Stopwatch(device), repeats, report)
             if errors:
@@ -112,8 +103,7 @@ class Inputs:
     """Tensors that all implementations share, and the passes that they are for."""
 
     def __init__(self, workload: Workload, device: torch.device, grad: bool) -> None:
-        self.workload, self.device = workload, device
-        self.passes = PASSES if grad else (FORWARD,)
+        self.workload, self.device, self.passes = workload, device, PASSES if grad else (FORWARD,)
         qkv, self.dout = workload.tensors(device)
         q, k, v = (x.requires_grad_(grad) for x in qkv)
         self.leaves: QKV = (q, k, v)
@@ -134,11 +124,6 @@ class _Trial:
     works: dict[str, Work] = field(default_factory=dict)  # by pass
     peaks: dict[str, int | None] = field(default_factory=dict)  # bytes, by pass
     errors: dict[str, dict[str, float]] = field(default_factory=dict)  # by tensor
-
-    @property
-    def name(self) -> str:
-        """Of the implementation."""
-        return self.implementation.name
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
         """What it returns; None if it fails or has failed before."""
@@ -165,9 +150,9 @@ class _Trial:
     ) -> Iterator[Row]:
         """One for each pass; with what was found, or why there is nothing."""
         for each in passes:
-            row = Row(kind, self.name, each, workload.to_dict(), failed=self.failed)
+            row = Row(kind, self.implementation.name, each, workload.to_dict(), failed=self.failed)
             if self.failed is None:
-                runs, last = samples[self.name, each], each == passes[-1]
+                runs, last = samples[self.implementation.name, each], each == passes[-1]
                 row = replace(
                     row,
                     samples_ms=runs.device,
@@ -275,7 +260,7 @@ def _find_errors(trials: Sequence[_Trial], inputs: Inputs, report: Report) -> No
         right = exact(inputs.workload, *inputs.leaves, inputs.dout)
         for each in trials:
             with _noted([each]):
-                report(f"comparing {each.name} with fp64")
+                report(f"comparing {each.implementation.name} with fp64")
                 assert each.attention is not None
                 out = each.attention(*inputs.leaves)
                 found = {"out": out.detach()}

@@ -179,13 +179,10 @@ def check_output(path: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a gate lets through: more than this part of the baseline's speed, less memory.
-
-    No limit of memory where that is not measured.
-    """
+    """What a gate lets through: more of the baseline's speed, and less of its memory."""
 
     min_speed: float = 0.6
-    max_memory: float | None = 1.2
+    max_memory: float | None = 1.2  # None where it is not measured
 
 
 def beside(row: Row, base: Row) -> Row:
@@ -201,8 +198,7 @@ def beside(row: Row, base: Row) -> Row:
         values[THEORY] = 100 * base.values["theoretic_ms"] / row.ms
     if row.peak_bytes is not None and base.peak_bytes is not None:
         nothing = math.inf if row.peak_bytes else 100.0  # beside a baseline that takes none
-        share = 100 * row.peak_bytes / base.peak_bytes if base.peak_bytes else nothing
-        values[MEMORY] = share
+        values[MEMORY] = 100 * row.peak_bytes / base.peak_bytes if base.peak_bytes else nothing
     return replace(row, values={**row.values, **values})
 
 
@@ -237,14 +233,20 @@ def make_table(texts: Iterable[str], numbers: Iterable[str], title: str | None =
     return table
 
 
-def cell(value: float | None, form: str = ".3f", missing: str = MISSING, unit: str = "") -> str:
-    """A number with its unit, or what stands for none."""
-    return missing if value is None else format(value, form) + unit
+def cell(
+    value: float | None,
+    form: str = ".3f",
+    missing: str = MISSING,
+    unit: str = "",
+    per: float = 1,
+) -> str:
+    """A number, `per` so many, with its unit; or what stands for none."""
+    return missing if value is None else format(value / per, form) + unit
 
 
 def mib(size: int | None, missing: str = MISSING) -> str:
     """Bytes in MiB."""
-    return cell(None if size is None else size / 2**20, ".1f", missing)
+    return cell(size, ".1f", missing, per=2**20)
 
 
 def run_times(row: Row) -> dict[str, float]:

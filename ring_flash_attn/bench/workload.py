@@ -48,11 +48,10 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """By its long or short name; ValueError if there is none."""
+    """torch's object, by its long or short name; ValueError if there is none."""
     import torch
 
-    found: torch.dtype = getattr(torch, dtype_name(dtype))
-    return found
+    return getattr(torch, dtype_name(dtype))
 
 
 def lengths_of(cu_seqlens: Iterable[int]) -> tuple[int, ...]:
@@ -116,16 +115,13 @@ class Workload:
 
     def __str__(self) -> str:
         heads = f"{self.nheads}/{self.nheads_k}" if self.nheads_k != self.nheads else self.nheads
-        tokens = f"seqlen {self.seqlen}"
+        tokens, seen = f"seqlen {self.seqlen}", "causal" if self.causal else "full"
         if self.packed:
             tokens += f" in {len(self.lengths)} document{'s' * (len(self.lengths) != 1)}"
-        seen = "causal" if self.causal else "full"
         if self.window != (-1, -1):
-            seen += f", window {self.window[0]},{self.window[1]}"
-        return (
-            f"batch {self.batch}, {tokens}, heads {heads}, headdim {self.headdim}, {seen}, "
-            f"{self.dtype}"
-        )
+            seen += ", window {},{}".format(*self.window)
+        sizes = f"batch {self.batch}, {tokens}, heads {heads}, headdim {self.headdim}"
+        return f"{sizes}, {seen}, {self.dtype}"
 
     # Shapes.
 
@@ -166,7 +162,7 @@ class Workload:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
+        """torch's object."""
         return find_dtype(self.dtype)
 
     def share(self, world_size: int) -> Workload:
@@ -307,20 +303,15 @@ def call_of(workload: Workload, device: torch.device, with_lse: bool = False) ->
     from ..kernels.base import Call
 
     w = workload
-    lead = () if w.packed else (w.batch,)
+    same = ("nheads", "nheads_k", "headdim", "mask", "softcap", "dropout_p", "sink")
+    slopes = (w.nheads,) if w.packed else (w.batch, w.nheads)
     return Call(
+        **{name: getattr(w, name) for name in same},
         device=device,
         dtype=w.torch_dtype,
-        nheads=w.nheads,
-        nheads_k=w.nheads_k,
-        headdim=w.headdim,
         headdim_v=w.headdim_v or w.headdim,
         softmax_scale=w.headdim**-0.5 if w.softmax_scale is None else w.softmax_scale,
-        mask=w.mask,
-        softcap=w.softcap,
-        alibi_slopes=torch.empty((*lead, w.nheads), device="meta") if w.alibi else None,
-        dropout_p=w.dropout_p,
-        sink=w.sink,
+        alibi_slopes=torch.empty(slopes, device="meta") if w.alibi else None,
         packed=len(w.lengths) > 1,
         with_lse=with_lse,
     )
@@ -353,9 +344,7 @@ def problem_of(workload: Workload, placement: Placement) -> Problem:
 def resolve(workload: Workload, placement: Placement, device: torch.device) -> Placement:
     """The placement with the library's choices made: the kernel, and sources of a launch.
 
-    Raises:
-        ValueError: the placement makes no sense.
-        NotImplementedError: no kernel can do it; with every reason.
+    NotImplementedError with every reason if no kernel can do it.
     """
     from ..kernels.base import choose_kernel
 

@@ -32,10 +32,7 @@ _PHRASES = {  # what the library says where the command line has an option
 def as_options(message: str, options: Mapping[str, str], files: Mapping[str, str]) -> str:
     """Write the arguments that a message of the library names as the options that set them.
 
-    Args:
-        message: such as "heads_k_stride = 3 must divide the 2 KV heads".
-        options: by the name of the parameter, such as {"heads_k_stride": "--heads-k-stride"}.
-        files: options by the file that the user gave to them.
+    `options` are by the name of the parameter, `files` are options by the file that they got.
     """
     for name, option in options.items():
         if "_" in name:

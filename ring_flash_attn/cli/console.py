@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench.results import MEMORY, SPEED, THEORY, Limits, Row, make_table, misses, save
+from ..bench.results import MEMORY, SPEED, THEORY, Limits, Row, cell, make_table, misses, save
 
 Report = Callable[[str], None]
 Advance = Callable[[], None]
@@ -77,11 +77,6 @@ def write(console: Console, value: Any, path: Path | None) -> None:
 # Several kernels: the table of the original documents, and the verdict of a gate.
 
 
-def gigabytes(row: Row) -> str:
-    """Peak memory in a table."""
-    return "n/a" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.3f}"
-
-
 def print_versus(
     console: Console,
     groups: Sequence[tuple[Row, Sequence[Row]]],
@@ -102,19 +97,30 @@ def print_versus(
     if limits is not None:
         table.add_column("gate")
     complaints = []
+
+    def add(row: Row, *gate: str) -> str:
+        names = [*(label(row) for label in labels.values()), row.passes]
+        numbers = [FAILED, "", "", *("" for _ in shares)]
+        if row.ms is not None:
+            numbers = [f"{1e3 / row.ms:.2f}", f"{_ITERATIONS * row.ms / 1e3:.4f}"]
+            numbers += [cell(row.peak_bytes, per=1e9)]
+            numbers += (cell(row.values.get(name), ".1f") for name in shares)
+        table.add_row(*names, *numbers, *gate)
+        return ", ".join(names)
+
     for base, others in groups:
-        names = [label(base) for label in labels.values()]
         if "theoretic_ms" in base.values:
+            names = [label(base) for label in labels.values()][:-1]
             theory = f"{1e3 / base.values['theoretic_ms']:.2f}"
-            table.add_row(*names[:-1], f"{versus} on one device", base.passes, theory)
-        table.add_row(*names, base.passes, *_cells(base, shares))
+            table.add_row(*names, f"{versus} on one device", base.passes, theory)
+        add(base)
         for row in others:
-            cells = [*(label(row) for label in labels.values()), row.passes]
-            reasons = list(misses(row, limits)) if limits is not None else []
-            if reasons:
-                complaints.append(f"{', '.join(cells)}: {'; '.join(reasons)}")
-            gate = "[bold red]miss[/]" if reasons else "[green]pass[/]"
-            table.add_row(*cells, *_cells(row, shares), *([] if limits is None else [gate]))
+            if limits is None:
+                add(row)
+                continue
+            reasons = "; ".join(misses(row, limits))
+            name = add(row, "[bold red]miss[/]" if reasons else "[green]pass[/]")
+            complaints += [f"  {name}: {reasons}"] if reasons else []
     console.print(table)
     if ranks:
         console.print(
@@ -129,13 +135,7 @@ def print_versus(
     )
     if limits is None:
         return True
-    return _print_verdict(console, sum(len(each) for _, each in groups), complaints, versus, limits)
-
-
-def _print_verdict(
-    console: Console, judged: int, complaints: Sequence[str], versus: str, limits: Limits
-) -> bool:
-    """Say which rows miss the gate; whether all pass."""
+    judged = sum(len(others) for _, others in groups)
     memory = "memory is not measured on the CPU"
     if limits.max_memory is not None:
         memory = f"memory < {100 * limits.max_memory:g} %"
@@ -144,17 +144,5 @@ def _print_verdict(
         verdict = f"{len(complaints)} of {judged} rows miss it"
     console.print(f"gate: speed > {100 * limits.min_speed:g} % of {versus}'s, {memory}: {verdict}")
     for line in complaints:
-        console.print(f"  {line}", style="bold red", markup=False, soft_wrap=True)
+        console.print(line, style="bold red", markup=False, soft_wrap=True)
     return judged > len(complaints) == 0
-
-
-def _cells(row: Row, shares: Iterable[str]) -> list[str]:
-    if row.ms is None:
-        return [FAILED, "", "", *("" for _ in shares)]
-    percents = (row.values.get(name) for name in shares)
-    return [
-        f"{1e3 / row.ms:.2f}",
-        f"{_ITERATIONS * row.ms / 1e3:.4f}",
-        gigabytes(row),
-        *("n/a" if percent is None else f"{percent:.1f}" for percent in percents),
-    ]
