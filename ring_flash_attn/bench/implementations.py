@@ -109,9 +109,7 @@ def _sdpa(name: str, backend: str, *, masks: bool, groups: bool, cpu: bool) -> I
     """
 
     def why(workload: Workload, device: torch.device) -> list[str]:
-        found = []
-        if not cpu and device.type != "cuda":
-            found.append(f"it needs a GPU, not {device}")
+        found = [] if cpu else _gpu_only(workload, device)
         if not masks and workload.window != _NO_WINDOW:
             found.append("it has no sliding windows")
         if device.type == "cuda" and backend != "MATH":
@@ -140,10 +138,6 @@ def _sdpa(name: str, backend: str, *, masks: bool, groups: bool, cpu: bool) -> I
         return run
 
     return Implementation(name, why, make)
-
-
-def _flex_why(workload: Workload, device: torch.device) -> list[str]:
-    return [] if device.type == "cuda" else [f"it is compared on GPUs, not on {device}"]
 
 
 def _flex_mask(workload: Workload, device: torch.device) -> Any:
@@ -199,8 +193,12 @@ def _flex(workload: Workload, device: torch.device) -> Attention:
 # Libraries.
 
 
+def _gpu_only(workload: Workload, device: torch.device) -> list[str]:
+    return [] if device.type == "cuda" else [f"it is compared on GPUs, not on {device}"]
+
+
 def _xformers_why(workload: Workload, device: torch.device) -> list[str]:
-    found = [] if device.type == "cuda" else [f"it needs a GPU, not {device}"]
+    found = _gpu_only(workload, device)
     if workload.window != _NO_WINDOW:
         found.append("it is compared without windows only")
     try:
@@ -248,7 +246,7 @@ _LIBRARIES = {
         _sdpa("SDPA efficient", "EFFICIENT_ATTENTION", masks=True, groups=False, cpu=False),
         _sdpa("SDPA cuDNN", "CUDNN_ATTENTION", masks=False, groups=True, cpu=False),
         _sdpa("SDPA math", "MATH", masks=True, groups=True, cpu=True),
-        Implementation("FlexAttention", _flex_why, _flex),
+        Implementation("FlexAttention", _gpu_only, _flex),
         Implementation("xFormers", _xformers_why, _xformers),
         _flash_attn("flash-attn 2", "flash_attn", "flash_attn", -1),
         _flash_attn("flash-attn 3", "flash_attn_interface", "fa3", -1),

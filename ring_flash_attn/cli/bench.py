@@ -244,9 +244,9 @@ def _measure(
         with running(console, kind, len(jobs)) as (report, advance):
             report("measuring the peak")
             peak = measure_peak(device, jobs[0][1].dtype)
+            how |= {"kind": kind, "repeats": settings["repeats"], "report": report}
             for names, workload in jobs:
-                how |= {"repeats": settings["repeats"], "report": report}
-                rows += after_each(workload, measure(names, workload, device, kind=kind, **how))
+                rows += after_each(workload, measure(names, workload, device, **how))
                 advance()
     finally:  # after Ctrl-C, too
         if rows:
@@ -342,7 +342,17 @@ def _show_comparison(
         base = versus or (_BASE if _BASE in names else names[0])
         tried = [row for row in rows if not (row.failed or "").startswith(CANNOT)]
         console.print(_table(tried, base))
-        print_lines(console, (f"speed-up: against {base}", *_best(ran)))
+        print_lines(console, [f"speed-up: against {base}"])
+        for passes in dict.fromkeys(row.passes for row in ran):
+            first = least((row for row in ran if row.passes == passes), "ms")
+            if first is not None:
+                text = f"fastest, {passes}: {first.implementation} ({first.ms:.3f} ms)"
+                print_lines(console, [text])
+        lean = least((row for row in ran if row.passes != FORWARD), "peak_bytes")
+        lean = lean or least(ran, "peak_bytes")
+        if lean is not None:
+            text = f"leanest: {lean.implementation} ({mib(lean.peak_bytes)} MiB)"
+            print_lines(console, [text])
     _print_failures(console, rows)
 
 
@@ -365,29 +375,17 @@ def _table(rows: Sequence[Row], versus: str) -> Table:
         cells: list[str] = []
         for row in mine:
             cells += (f"{row.ms:.3f}", f"{row.tflops:.4g}", speed_up(row, base.get(row.passes)))
-        table.add_row(name, *cells, mib(last.peak_bytes), *(_errors(last) if compared else ()))
+        cells.append(mib(last.peak_bytes))
+        if compared:
+            cells += [_worst(last, last.errors.keys() & {"out"})]
+            cells += [_worst(last, last.errors.keys() - {"out"})]
+        table.add_row(name, *cells)
     return table
 
 
-def _errors(row: Row) -> list[str]:
-    """Largest errors relative to the largest entry: of out, and of the gradients."""
-
-    def worst(names: Iterable[str]) -> str:
-        values = [row.errors[name]["relative"] for name in names]
-        if any(map(math.isnan, values)):  # worse than any number
-            return "[bold red]nan[/]"
-        return f"{max(values):.1e}" if values else MISSING
-
-    return [worst(row.errors.keys() & {"out"}), worst(row.errors.keys() - {"out"})]
-
-
-def _best(rows: Sequence[Row]) -> Iterator[str]:
-    """Who was the fastest in each pass, and who needed the least memory."""
-    for each in dict.fromkeys(row.passes for row in rows):
-        first = least((row for row in rows if row.passes == each), "ms")
-        if first is not None:
-            yield f"fastest, {each}: {first.implementation} ({first.ms:.3f} ms)"
-    lean = least((row for row in rows if row.passes != FORWARD), "peak_bytes")
-    lean = lean or least(rows, "peak_bytes")
-    if lean is not None:
-        yield f"leanest: {lean.implementation} ({mib(lean.peak_bytes)} MiB)"
+def _worst(row: Row, names: Iterable[str]) -> str:
+    """The largest error of some tensors, relative to the largest entry."""
+    values = [row.errors[name]["relative"] for name in names]
+    if any(map(math.isnan, values)):  # worse than any number
+        return "[bold red]nan[/]"
+    return f"{max(values):.1e}" if values else MISSING
