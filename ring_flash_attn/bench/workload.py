@@ -111,7 +111,7 @@ class Workload:
                 f"nheads is {self.nheads} and nheads_k {self.nheads_k}"
             )
         if min(self.window) < -1:
-            raise ValueError(f"window {self.window}: sides are -1 (all keys) or more")
+            raise ValueError("window {},{}: sides are -1 (all keys) or more".format(*self.window))
 
     def __str__(self) -> str:
         heads = f"{self.nheads}/{self.nheads_k}" if self.nheads_k != self.nheads else self.nheads
