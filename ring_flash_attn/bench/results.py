@@ -145,8 +145,9 @@ def load(path: Path) -> Results:
         raise ValueError(f"{path}: version {version!r} of the format; this release reads {VERSION}")
     try:
         for index, row in enumerate(values["rows"]):
-            _check_names(row, f" of row {index}")
-            _check_names(row.get("errors", {}), f" of row {index}", row.get("errors", {}))
+            _check_names(row, f"{{}} of row {index}")
+            errors = row.get("errors", {})
+            _check_names(errors, f"error {{}} of row {index}", errors)
             row["samples_ms"] = tuple(row.get("samples_ms", ()))
         _check_names(values)
         return Results(**{**values, "rows": tuple(Row(**row) for row in values["rows"])})
@@ -154,11 +155,11 @@ def load(path: Path) -> Results:
         raise ValueError(f"{path}: damaged: {error}") from None
 
 
-def _check_names(values: Any, where: str = "", names: Iterable[str] = _NAMED) -> None:
+def _check_names(values: Any, what: str = "{}", names: Iterable[str] = _NAMED) -> None:
     """TypeError for values of the wrong kind."""
     for name in names:
         if name in values and not isinstance(values[name], Mapping):
-            raise TypeError(f"{name!r}{where} holds no names, but {values[name]!r}")
+            raise TypeError(f"{what.format(repr(name))} holds no names, but {values[name]!r}")
 
 
 def check_output(path: Path | None) -> None:
