@@ -13,7 +13,8 @@ from pathlib import Path
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ring_flash_attn.bench.results import BACKWARD, BOTH, FORWARD, Row, load
+from ring_flash_attn.bench.results import Row, load
+from ring_flash_attn.bench.workload import BACKWARD, BOTH, FORWARD
 
 RESULTS = Path(__file__).parent.parent / "results"
 COLOURS = {"triton": "#0072B2", "cudnn": "#009E73", "fa2": "#E69F00", "fa4": "#CC79A7"}

@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 
 from ring_flash_attn.bench import Replay, replay
-from ring_flash_attn.bench.inputs import call_of
 from ring_flash_attn.bench.machine import commit, machine, versions
 from ring_flash_attn.bench.replays.results import replay_rows
 from ring_flash_attn.bench.results import Results
-from ring_flash_attn.bench.workload import Workload
+from ring_flash_attn.bench.workload import Workload, call_of
 from ring_flash_attn.kernels.base import why_not
 
 PACK = [8 * end for end in (0, 3104, 6304, 7904, 8064, 8192)]

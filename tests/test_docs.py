@@ -702,7 +702,7 @@ def test_every_command_of_the_original_documents_is_in_the_table() -> None:
 
 def test_presets_are_the_sizes_of_the_original_documents() -> None:
     """What stands beside one of theirs is the same workload."""
-    from ring_flash_attn.cli.workloads import make_workloads, without_gradients
+    from ring_flash_attn.cli.options import make_workloads, without_gradients
 
     def workload(typed: Typed) -> tuple[list[Workload], bool]:
         given = typed.parsed().params

@@ -18,8 +18,7 @@ import typer
 
 from ring_flash_attn import cli, comm
 from ring_flash_attn.bench.profile import nsight
-from ring_flash_attn.bench.results import load
-from ring_flash_attn.cli import console
+from ring_flash_attn.bench.results import ON_CPU, load
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.comm import agreement
 from ring_flash_attn.kernels import base as kernels
@@ -83,7 +82,7 @@ def test_messages_for_troubleshooting_are_ours(
     messages = [
         capsys.readouterr().err.strip(),
         page._MISSING,
-        console.ON_CPU,
+        ON_CPU,
         str(nsight._why_not("nsys", "Nsight Systems", subject)),
         raised(kernels.choose_kernel, "triton", plain_call(torch.float64)).splitlines()[0],
         raised(comm.resolve_group, None),

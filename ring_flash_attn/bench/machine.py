@@ -8,7 +8,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .results import Results, Row
-from .timing import Stopwatch, Work, on_device
+from .timing import WARM_UP, Stopwatch, Work, on_device
 from .workload import dtype_name, find_dtype
 
 _PACKAGES = (
@@ -46,21 +46,19 @@ _QUERIES = {  # of nvidia-smi
 _RUNS = 7
 _SIZE = 8192  # of the square matrices whose product is timed
 _BYTES = 1 << 30  # of the tensor that is copied
+GOOD, FAIR, POOR = "good", "fair", "needs work"
+_A100, _A100_PEAK = "A100", 312.0  # TFLOP/s of its tensor cores in half precision
+_RATES = (150.0, 100.0)  # TFLOP/s on it
+_CLOCK = 0.9  # of the highest
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What the device does at best, measured.
+    """What the device does at best, measured."""
 
-    Attributes:
-        tflops: of a product of large square matrices, in TFLOP/s.
-        gbps: of a copy within the device, bytes read and bytes written, in 10⁹ bytes a second.
-        dtype: of the matrices.
-    """
-
-    tflops: float
-    gbps: float
-    dtype: str = "bfloat16"
+    tflops: float  # of a product of large square matrices
+    gbps: float  # of a copy within the device: 10⁹ bytes a second, read and written
+    dtype: str = "bfloat16"  # of the matrices
 
 
 def versions() -> dict[str, str]:
@@ -127,37 +125,33 @@ def device_name(device: torch.device) -> str:
 
 def machine(device: torch.device, peak: Peak | None = None) -> dict[str, object]:
     """The device, its clocks now and its peak, as plain values."""
-    found: dict[str, object] = {
-        "device": device_name(device),
-        "kind": device.type,
-        "cpu_cores": os.cpu_count(),
-        "cpu_threads": torch.get_num_threads(),
-    }
+    found: dict[str, object] = {"device": device_name(device), "kind": device.type}
+    found |= {"cpu_cores": os.cpu_count(), "cpu_threads": torch.get_num_threads()}
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        found["compute_capability"] = f"{gpu.major}.{gpu.minor}"
-        found["processors"] = gpu.multi_processor_count
-        found["memory_bytes"] = gpu.total_memory
-        found |= _from_nvidia_smi(str(gpu.uuid))
-    if peak is not None:
-        found["peak"] = asdict(peak)
-    return found
+        found |= {
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "processors": gpu.multi_processor_count,
+            "memory_bytes": gpu.total_memory,
+            **_from_nvidia_smi(str(gpu.uuid)),
+        }
+    return found if peak is None else {**found, "peak": asdict(peak)}
 
 
 def _from_nvidia_smi(uuid: str) -> dict[str, object]:
     """What only the driver's tool knows; nothing where it is not installed or fails."""
-    gpu = f"GPU-{uuid.removeprefix('GPU-')}"
-    query = ["nvidia-smi", f"--id={gpu}", "", "--format=csv,noheader,nounits"]
-    query[2] = f"--query-gpu={','.join(_QUERIES.values())}"
-    text = _output_of(query)
-    values = [part.strip() for part in text.strip().split(",")]
+
+    def ask(what: str) -> str:
+        gpu, form = f"--id=GPU-{uuid.removeprefix('GPU-')}", "--format=csv,noheader,nounits"
+        return _output_of(["nvidia-smi", gpu, what, form]).strip()
+
+    values = map(str.strip, ask(f"--query-gpu={','.join(_QUERIES.values())}").split(","))
     found: dict[str, object] = {
         name: value if name == "driver" else float(value)
         for name, value in zip(_QUERIES, values)
         if value and (name == "driver" or value.replace(".", "", 1).isdigit())
     }
-    query[2] = "--query-compute-apps=pid"
-    processes = _output_of(query).split()
+    processes = ask("--query-compute-apps=pid").split()
     if processes:  # ours is one of them; in a container it may have another number, or none is seen
         found["other_processes"] = len(processes) - 1
     return found
@@ -165,9 +159,10 @@ def _from_nvidia_smi(uuid: str) -> dict[str, object]:
 
 def _output_of(command: Sequence[str], folder: Path | None = None) -> str:
     """What it prints; nothing where it is not installed or fails."""
-    options: Any = {"capture_output": True, "text": True, "timeout": 20, "check": True}
     try:
-        return str(subprocess.run(command, cwd=folder, **options).stdout)
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -186,25 +181,24 @@ def commit() -> str | None:
 def measure_peak(device: torch.device, dtype: str) -> Peak | None:
     """Time a product of matrices and a copy: what a kernel can be compared with.
 
-    None on the CPU: in half precision kernels compute in fp32 there, several times as fast as a
-    product in half precision, which may take minutes.
+    None on the CPU: a product in half precision may take minutes there, and kernels use fp32.
     """
     if device.type == "cpu":
         return None
+
+    def median(work: Work) -> float:
+        for _ in range(WARM_UP):
+            work()
+        return statistics.median(watch.time(work).device for _ in range(_RUNS))
+
     with on_device(device):
         watch = Stopwatch(device)
         a, b = (torch.randn(_SIZE, _SIZE, device=device).to(find_dtype(dtype)) for _ in range(2))
-        product = _median(watch, lambda: torch.mm(a, b))
+        product = median(lambda: torch.mm(a, b))
         source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        copy = _median(watch, lambda: target.copy_(source))
+        copy = median(lambda: target.copy_(source))
     return Peak(2 * _SIZE**3 / product / 1e9, 2 * _BYTES / copy / 1e6, dtype_name(dtype))
-
-
-def _median(watch: Stopwatch, work: Work) -> float:
-    for _ in range(3):
-        work()
-    return statistics.median(watch.time(work).device for _ in range(_RUNS))
 
 
 def command() -> str:
@@ -222,3 +216,57 @@ def make_results(
     """For a file: what was run, where, with which versions."""
     where = machine(device, peak)
     return Results(command(), where, versions(), commit(), settings, tuple(rows), details or {})
+
+
+# Verdicts on a GPU's numbers, by the limits of the original documents.
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One number, judged."""
+
+    what: str  # was measured
+    value: str
+    limits: str  # what is good, and what needs work
+    word: str  # GOOD, FAIR or POOR
+    advice: str = ""  # what to try if it needs work
+
+    def __str__(self) -> str:
+        advice = f" Try: {self.advice}." if self.word == POOR and self.advice else ""
+        return f"{self.what}: {self.value}: {self.word} ({self.limits}).{advice}"
+
+
+def judge(
+    what: str, value: float, good: float, poor: float | None, unit: str = "", advice: str = ""
+) -> Verdict:
+    """GOOD above `good`, POOR below `poor` if anything is, else FAIR."""
+    limits, word = f"good: > {good:.4g}{unit}", GOOD if value > good else FAIR
+    if poor is not None:
+        limits += f", needs work: < {poor:.4g}{unit}"
+        word = POOR if value < poor else word
+    return Verdict(what, f"{value:.4g}{unit}", limits, word, advice)
+
+
+def rate_verdict(what: str, tflops: float, device: str, peak: Peak) -> Verdict:
+    """150 and 100 TFLOP/s on an A100 in half precision, elsewhere the same shares of the peak."""
+    scale = 1.0
+    if _A100 not in device or peak.dtype not in ("float16", "bfloat16"):
+        scale = peak.tflops / _A100_PEAK
+    good, poor = (rate * scale for rate in _RATES)
+    advice = "a larger batch, longer sequences, fp16 or bf16, or another kernel (`rfa compare`)"
+    return judge(what, tflops, good, poor, " TFLOP/s", advice)
+
+
+def machine_verdicts(machine: Mapping[str, Any]) -> Iterator[Verdict]:
+    """On what holds a GPU back: its clock and other processes; nothing where nobody knows."""
+    now, most = machine.get("sm_clock_mhz"), machine.get("sm_clock_max_mhz")
+    if now and most:
+        advice = "find what limits it: `nvidia-smi -q -d CLOCK,PERFORMANCE`, power, temperature"
+        word = GOOD if now >= _CLOCK * most else POOR
+        limits = f"good: {100 * _CLOCK:.0f} % of {most:.0f} MHz or more"
+        yield Verdict("GPU clock just after the last run", f"{now:.0f} MHz", limits, word, advice)
+    others = machine.get("other_processes")
+    if others is not None:
+        word = POOR if others else GOOD
+        advice = "end them; `nvidia-smi` lists them"
+        yield Verdict("other processes on the GPU", str(others), "good: none", word, advice)

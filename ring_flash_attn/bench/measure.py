@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..engine.attention import QKV
-from .exact import TENSORS, errors_of, exact
-from .implementations import Attention, Implementation, find_implementation
-from .results import BACKWARD, BOTH, FORWARD, PASSES, Row
+from .implementations import Implementation, find_implementation
+from .results import CANNOT, Row
 from .timing import WARM_UP, Prepared, Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
-from .workload import Workload
+from .workload import BACKWARD, BOTH, FORWARD, PASSES, Workload
 
-CANNOT = "cannot: "  # begins the reasons of one that was not tried
+if TYPE_CHECKING:
+    from .implementations import Attention
+
+_SCORES = 1 << 27  # entries of the fp64 matrices that are held at a time: 1 GiB each
 Report = Callable[[str], None]
 Result = TypeVar("Result")
 
@@ -34,24 +38,11 @@ def measure(
     graphs: bool = False,
     report: Report = lambda line: None,
 ) -> list[Row]:
-    """Time implementations in interleaved rounds.
+    """Time implementations in interleaved rounds: a row for each implementation and pass.
 
-    Args:
-        names: of `implementations.implementation_names()`, or "auto" and "native".
-        workload, device: what is computed, and where.
-        kind: of the rows.
-        repeats: rounds; short passes have several runs in each.
-        grad: backward, and forward and backward together, as well.
-        errors: compare out (and gradients) with fp64.
-        graphs: time CUDA graphs, which are free of the host's time and its disturbances.
-        report: is called with what is being done.
-
-    Returns:
-        A row for each implementation and pass; of one that cannot do it, or fails, they say why.
-
-    Raises:
-        ValueError: there is no such implementation, repeats is no positive number, there are no
-            graphs on the device, or the workload has documents or features.
+    Rows of one that cannot do it, or fails, say why. `grad`: backward, and both passes together, as
+    well; `errors`: compare out (and gradients) with fp64; `graphs`: time CUDA graphs, which are
+    free of the host's time. ValueError for names that there are not, and for documents or features.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be positive, not {repeats}")
@@ -67,9 +58,20 @@ def measure(
         try:
             inputs = Inputs(workload, device, grad)
             for each in trials:
-                _prepare(each, inputs, graphs, report)
+                reasons = each.implementation.why_not(workload, device)
+                if reasons:
+                    each.failed = CANNOT + "; ".join(reasons)
+                    continue
+                report(f"preparing {each.implementation.name}")
+                each.attempt(partial(_prepare, each, inputs, graphs))
+                if each.failed is not None:
+                    _clear(device)
             able = [each for each in trials if each.failed is None]
-            works = {(each.name, name): each.works[name] for name in passes for each in able}
+            works = {
+                (each.implementation.name, name): each.works[name]
+                for name in passes
+                for each in able
+            }
             if works:
                 samples = interleaved(works, Stopwatch(device), repeats, report)
             if errors:
@@ -101,8 +103,7 @@ class Inputs:
     """Tensors that all implementations share, and the passes that they are for."""
 
     def __init__(self, workload: Workload, device: torch.device, grad: bool) -> None:
-        self.workload, self.device = workload, device
-        self.passes = PASSES if grad else (FORWARD,)
+        self.workload, self.device, self.passes = workload, device, PASSES if grad else (FORWARD,)
         qkv, self.dout = workload.tensors(device)
         q, k, v = (x.requires_grad_(grad) for x in qkv)
         self.leaves: QKV = (q, k, v)
@@ -124,20 +125,14 @@ class _Trial:
     peaks: dict[str, int | None] = field(default_factory=dict)  # bytes, by pass
     errors: dict[str, dict[str, float]] = field(default_factory=dict)  # by tensor
 
-    @property
-    def name(self) -> str:
-        """Of the implementation."""
-        return self.implementation.name
-
     def attempt(self, work: Callable[[], Result]) -> Result | None:
         """What it returns; None if it fails or has failed before."""
-        if self.failed is not None:
-            return None
-        try:
-            return work()
-        except Exception as error:  # of any library
-            self.failed = _reason(error)
-            return None
+        if self.failed is None:
+            try:
+                return work()
+            except Exception as error:  # of any library
+                self.failed, self.attention = _reason(error), None
+        return None
 
     def guarded(self, work: Work) -> Work:
         """The work, until it fails; then nothing."""
@@ -155,37 +150,23 @@ class _Trial:
     ) -> Iterator[Row]:
         """One for each pass; with what was found, or why there is nothing."""
         for each in passes:
-            row = Row(kind, self.name, each, workload.to_dict(), failed=self.failed)
-            if self.failed is not None:
-                yield row
-                continue
-            runs, last = samples[self.name, each], each == passes[-1]
-            yield replace(
-                row,
-                samples_ms=runs.device,
-                tflops=workload.flops(each) / runs.median.device / 1e9,
-                peak_bytes=self.peaks[each],
-                values={"host_ms": runs.median.host},
-                errors=self.errors if last else {},
-                note=self.note if last else None,
-            )
+            row = Row(kind, self.implementation.name, each, workload.to_dict(), failed=self.failed)
+            if self.failed is None:
+                runs, last = samples[self.implementation.name, each], each == passes[-1]
+                row = replace(
+                    row,
+                    samples_ms=runs.device,
+                    tflops=workload.flops(each) / runs.median.device / 1e9,
+                    peak_bytes=self.peaks[each],
+                    values={"host_ms": runs.median.host},
+                    errors=self.errors if last else {},
+                    note=self.note if last else None,
+                )
+            yield row
 
 
-def _prepare(trial: _Trial, inputs: Inputs, graphs: bool, report: Report) -> None:
-    """Warm it up and find its memory; it has failed if it cannot."""
-    reasons = trial.implementation.why_not(inputs.workload, inputs.device)
-    if reasons:
-        trial.failed = CANNOT + "; ".join(reasons)
-        return
-    report(f"preparing {trial.name}")
-    trial.attempt(lambda: _warm_up(trial, inputs, graphs))
-    if trial.failed is not None:
-        trial.attention = None
-        _clear(inputs.device)
-
-
-def _warm_up(trial: _Trial, inputs: Inputs, graphs: bool) -> None:
-    """Memory of the backward pass includes the forward pass."""
+def _prepare(trial: _Trial, inputs: Inputs, graphs: bool) -> None:
+    """Warm it up and find its memory, that of the backward pass with the forward pass."""
     attention = trial.attention = trial.implementation.make(inputs.workload, inputs.device)
     works = make_works(attention, inputs)
     for each in inputs.passes:
@@ -231,33 +212,6 @@ def _captured(attention: Attention, inputs: Inputs) -> dict[str, Work]:
     return captured
 
 
-def _find_errors(trials: Sequence[_Trial], inputs: Inputs, report: Report) -> None:
-    """Against fp64; times stay if that fails."""
-    report("computing in fp64")
-    try:
-        right = exact(inputs.workload, *inputs.leaves, inputs.dout)
-    except Exception as error:  # out of memory, say
-        for each in trials:
-            each.note = f"no errors: {_reason(error)}"
-        return
-    for each in trials:
-        report(f"comparing {each.name} with fp64")
-        try:
-            each.errors = errors_of(_tensors(each, inputs), right)
-        except Exception as error:  # of any library
-            each.note = f"no errors: {_reason(error)}"
-
-
-def _tensors(trial: _Trial, inputs: Inputs) -> dict[str, Tensor]:
-    """out, and the gradients if there are some."""
-    assert trial.attention is not None
-    out = trial.attention(*inputs.leaves)
-    found = {"out": out.detach()}
-    if len(inputs.passes) > 1:
-        found |= dict(zip(TENSORS[1:], inputs.gradients(out), strict=True))
-    return found
-
-
 def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
     """A graph of it, with the tensors that it reads, which the work holds, and writes to."""
     graph = torch.cuda.CUDAGraph()
@@ -275,9 +229,8 @@ def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
 
 def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"out of memory: {text}"
-    return f"{type(error).__name__}: {text}"
+    memory = isinstance(error, torch.OutOfMemoryError)
+    return f"{'out of memory' if memory else type(error).__name__}: {text}"
 
 
 def _clear(device: torch.device) -> None:
@@ -285,3 +238,80 @@ def _clear(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+# Errors against fp64. It shares no code with the library. Heads do not depend on each other, so
+# that one KV head and its query heads of one sequence stand for all.
+
+
+@contextmanager
+def _noted(trials: Sequence[_Trial]) -> Iterator[None]:
+    """Times stay if there can be no errors: out of memory, say."""
+    try:
+        yield
+    except Exception as error:  # of any library
+        for each in trials:
+            each.note = f"no errors: {_reason(error)}"
+
+
+def _find_errors(trials: Sequence[_Trial], inputs: Inputs, report: Report) -> None:
+    with _noted(trials):
+        report("computing in fp64")
+        right = exact(inputs.workload, *inputs.leaves, inputs.dout)
+        for each in trials:
+            with _noted([each]):
+                report(f"comparing {each.implementation.name} with fp64")
+                assert each.attention is not None
+                out = each.attention(*inputs.leaves)
+                found = {"out": out.detach()}
+                if len(inputs.passes) > 1:
+                    found |= zip(("dq", "dk", "dv"), inputs.gradients(out), strict=True)
+                each.errors = errors_of(found, right)
+
+
+def errors_of(
+    found: Mapping[str, Tensor], right: Mapping[str, Tensor]
+) -> dict[str, dict[str, float]]:
+    """Of whole tensors against `exact`: max, mean, rmse, and max relative to the largest entry."""
+    errors = {}
+    for name, value in found.items():
+        want = right[name]
+        apart = (value[0, :, : want.shape[1]].to(torch.float64) - want).abs()
+        worst = apart.max().item()
+        errors[name] = {
+            "max": worst,
+            "mean": apart.mean().item(),
+            "rmse": apart.square().mean().sqrt().item(),
+            "relative": worst / (want.abs().max().item() or 1.0),
+        }
+    return errors
+
+
+@torch.no_grad()
+def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
+    """out and the gradients in fp64, a few queries at a time.
+
+    They are (seqlen, heads, headdim) of the first KV head.
+    """
+    group, scale = workload.nheads // workload.nheads_k, workload.headdim**-0.5
+    q, dout = (x[0, :, :group].to(torch.float64) for x in (q, dout))
+    k, v = (x[0, :, 0].to(torch.float64) for x in (k, v))
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+    (left, right), causal = workload.window, workload.causal
+    columns = torch.arange(len(k), device=q.device)
+    for rows in columns.split(max(1, _SCORES // len(k))):
+        distance = columns - rows[:, None]
+        for head in range(group):
+            mine, above = q[rows, head], dout[rows, head]
+            scores = (mine @ k.T) * scale
+            if left >= 0:
+                scores.masked_fill_(distance < -left, -torch.inf)
+            if causal or right >= 0:
+                scores.masked_fill_(distance > (0 if causal else right), -torch.inf)
+            p = scores.softmax(dim=-1)
+            out[rows, head] = p @ v
+            ds = p * (above @ v.T - (above * out[rows, head]).sum(-1, keepdim=True)) * scale
+            dq[rows, head] = ds @ k
+            dk += ds.T @ mine
+            dv += p.T @ above
+    return {"out": out, "dq": dq, "dk": dk[:, None], "dv": dv[:, None]}

@@ -1,4 +1,4 @@
-"""Results: the one format of all measurements in files; docs/benchmarks.md describes it."""
+"""Results: rows of measurements, their files (docs/benchmarks.md has the format), their tables."""
 
 from __future__ import annotations
 
@@ -6,60 +6,31 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..kernels.base import kernel_names
-from .workload import BACKWARD as BACKWARD
-from .workload import BOTH as BOTH
-from .workload import FORWARD as FORWARD
-from .workload import PASSES as PASSES
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FORMAT = "ring_flash_attn results"
 VERSION = 1
-BENCH, COMPARE, RING, REPLAY, VERIFY = KINDS = ("bench", "compare", "ring", "replay", "verify")
-LIBRARIES = (  # that `implementations.py` compares our kernels with
-    "torch standard",
-    "SDPA flash",
-    "SDPA efficient",
-    "SDPA cuDNN",
-    "SDPA math",
-    "FlexAttention",
-    "xFormers",
-    "flash-attn 2",
-    "flash-attn 3",
-    "flash-attn 4",
-)
-
-
-def implementation_names() -> tuple[str, ...]:
-    """What rows may be of: our kernels and other libraries."""
-    return (*kernel_names(), *LIBRARIES)
+BENCH, COMPARE, RING, REPLAY, VERIFY = ("bench", "compare", "ring", "replay", "verify")  # kinds
+SPEED, MEMORY, THEORY = "versus_percent", "versus_memory_percent", "versus_theory_percent"
+ON_CPU = "On the CPU these are times of the host, and say little about GPUs."
+MISSING = "n/a"
+CANNOT = "cannot: "  # begins the reasons of an implementation that was not tried
+_NAMED = (  # fields that hold values by name
+    "machine", "versions", "settings", "details", "workload", "placement", "values", "errors",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was measured.
-
-    Attributes:
-        kind: what for, one of KINDS.
-        implementation: who computed it, such as "triton" or "SDPA cuDNN".
-        passes: one of PASSES.
-        workload: what was computed: batch, seqlen, nheads, nheads_k, headdim, causal, window,
-            dtype; for several ranks seqlen is a rank's.
-        placement: how it was spread: world_size, layout, route, function, link, rank; empty on one
-            device.
-        samples_ms: all runs; empty if it was not timed.
-        tflops: of the median run.
-        peak_bytes: most memory above inputs, outputs and gradients.
-        values: more numbers by name, such as efficiency_percent.
-        errors: for each tensor max, mean, rmse, relative, limit and passed.
-        failed: why there is nothing else, or None.
-        note: what else there is to know, such as why there are no errors.
-    """
+    """One thing that was measured, in `kind`, or why it `failed`."""
 
     kind: str
     implementation: str
@@ -82,7 +53,7 @@ class Row:
     @property
     def key(self) -> tuple[str, ...]:
         """The same for the same thing measured again."""
-        parts = (_sorted(self.workload), _sorted(self.placement))
+        parts = (json.dumps(each, sort_keys=True) for each in (self.workload, self.placement))
         return (self.kind, self.implementation, self.passes, *parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,29 +61,10 @@ class Row:
         values = {**vars(self), "samples_ms": list(self.samples_ms)}
         return {name: each for name, each in values.items() if each not in (None, {}, [])}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Row:
-        """What `to_dict` wrote."""
-        return cls(**{**values, "samples_ms": tuple(values.get("samples_ms", ()))})
-
-
-def _sorted(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, sort_keys=True)
-
 
 @dataclass(frozen=True)
 class Results:
-    """All that one command measured.
-
-    Attributes:
-        command: that was run.
-        machine: the device and its clocks; under "peak" what it does at best.
-        versions, commit: of what was measured.
-        settings: how, such as repeats.
-        rows: what was found.
-        details: more of the command's own, such as whole replays.
-        created: when, UTC.
-    """
+    """All that one command measured."""
 
     command: str
     machine: Mapping[str, Any]
@@ -141,39 +93,12 @@ class Results:
         rows = [row.to_dict() for row in self.rows]
         return {"format": FORMAT, "version": VERSION, **vars(self), "rows": rows}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Results:
-        """What `to_dict` wrote; ValueError for anything else."""
-        if values.get("format") != FORMAT:
-            raise ValueError(f"not in the format {FORMAT!r}")
-        if values.get("version") != VERSION:
-            raise ValueError(
-                f"version {values.get('version')!r} of the format; this release reads {VERSION}"
-            )
-        known = {name: each for name, each in values.items() if name not in ("format", "version")}
-        try:
-            found = cls(**{**known, "rows": tuple(map(Row.from_dict, known["rows"]))})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"damaged: {error}") from None
-        found._check()
-        return found
-
-    def _check(self) -> None:
-        """ValueError for values of the wrong kind."""
-        whole = ("machine", "versions", "settings", "details")
-        parts = [(f"{name!r}", getattr(self, name)) for name in whole]
-        for number, row in enumerate(self.rows):
-            names = ("workload", "placement", "values", "errors")
-            parts += [(f"{name!r} of row {number}", getattr(row, name)) for name in names]
-            errors = row.errors if isinstance(row.errors, Mapping) else {}
-            parts += [(f"error {name!r} of row {number}", each) for name, each in errors.items()]
-        for what, value in parts:
-            if not isinstance(value, Mapping):
-                raise ValueError(f"damaged: {what} holds no names, but {value!r}")
-
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        save_json(self.to_dict(), path)
+        save(self, path)
+
+
+# Files.
 
 
 def plain_json(value: Any) -> Any:
@@ -185,13 +110,6 @@ def plain_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def save_json(value: Any, path: Path) -> None:
-    """Write plain values."""
-    text = json.dumps(plain_json(value), indent=1, allow_nan=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
-
-
 def number(value: Any) -> float | None:
     """A finite number of a file, or None: NaN and infinity are words there."""
     try:
@@ -199,6 +117,15 @@ def number(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return found if math.isfinite(found) else None
+
+
+def save(value: Any, path: Path) -> None:
+    """Write a text as it is; results and plain values as JSON."""
+    if not isinstance(value, str):
+        plain = value.to_dict() if isinstance(value, Results) else value
+        value = json.dumps(plain_json(plain), indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(value, encoding="utf-8", newline="\n")
 
 
 def load(path: Path) -> Results:
@@ -211,10 +138,28 @@ def load(path: Path) -> Results:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no results")
+    if values.pop("format", None) != FORMAT:
+        raise ValueError(f"{path}: not in the format {FORMAT!r}")
+    version = values.pop("version", None)
+    if version != VERSION:
+        raise ValueError(f"{path}: version {version!r} of the format; this release reads {VERSION}")
     try:
-        return Results.from_dict(values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        for index, row in enumerate(values["rows"]):
+            _check_names(row, f"{{}} of row {index}")
+            errors = row.get("errors", {})
+            _check_names(errors, f"error {{}} of row {index}", errors)
+            row["samples_ms"] = tuple(row.get("samples_ms", ()))
+        _check_names(values)
+        return Results(**{**values, "rows": tuple(Row(**row) for row in values["rows"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged: {error}") from None
+
+
+def _check_names(values: Any, what: str = "{}", names: Iterable[str] = _NAMED) -> None:
+    """TypeError for values of the wrong kind."""
+    for name in names:
+        if name in values and not isinstance(values[name], Mapping):
+            raise TypeError(f"{what.format(repr(name))} holds no names, but {values[name]!r}")
 
 
 def check_output(path: Path | None) -> None:
@@ -228,3 +173,96 @@ def check_output(path: Path | None) -> None:
     there = path if path.exists() else path.parent
     if path.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"cannot write {path}")
+
+
+# Rows beside those of a baseline, and in tables.
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a gate lets through: more of the baseline's speed, and less of its memory."""
+
+    min_speed: float = 0.6
+    max_memory: float | None = 1.2  # None where it is not measured
+
+
+def beside(row: Row, base: Row) -> Row:
+    """The row with its speed and memory in percent of the baseline's.
+
+    Where the baseline has a theoretic time (one device, times ranks), with its efficiency against
+    that, too. A row has none of this if it or the baseline failed.
+    """
+    if row.ms is None or base.ms is None:
+        return row
+    values = {SPEED: 100 * base.ms / row.ms}
+    if "theoretic_ms" in base.values:
+        values[THEORY] = 100 * base.values["theoretic_ms"] / row.ms
+    if row.peak_bytes is not None and base.peak_bytes is not None:
+        nothing = math.inf if row.peak_bytes else 100.0  # beside a baseline that takes none
+        values[MEMORY] = 100 * row.peak_bytes / base.peak_bytes if base.peak_bytes else nothing
+    return replace(row, values={**row.values, **values})
+
+
+def misses(row: Row, limits: Limits) -> Iterator[str]:
+    """Every reason why the gate does not let a row through."""
+    if row.failed is not None:
+        yield row.failed.splitlines()[0]
+    elif SPEED not in row.values:
+        yield "the baseline failed"
+    else:
+        if not row.values[SPEED] > 100 * limits.min_speed:
+            yield f"speed {row.values[SPEED]:.1f} %, not > {100 * limits.min_speed:g} %"
+        if limits.max_memory is None:
+            return
+        if MEMORY not in row.values:
+            yield "memory was not measured"
+        elif not row.values[MEMORY] < 100 * limits.max_memory:
+            yield f"memory {row.values[MEMORY]:.1f} %, not < {100 * limits.max_memory:g} %"
+
+
+def make_table(texts: Iterable[str], numbers: Iterable[str], title: str | None = None) -> Table:
+    """A table without columns' lines; numbers come last, to the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
+    table.title_justify = "left"
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def cell(
+    value: float | None,
+    form: str = ".3f",
+    missing: str = MISSING,
+    unit: str = "",
+    per: float = 1,
+) -> str:
+    """A number, `per` so many, with its unit; or what stands for none."""
+    return missing if value is None else format(value / per, form) + unit
+
+
+def mib(size: int | None, missing: str = MISSING) -> str:
+    """Bytes in MiB."""
+    return cell(size, ".1f", missing, per=2**20)
+
+
+def run_times(row: Row) -> dict[str, float]:
+    """The fastest, mean, median and slowest run of a row that was timed, in ms."""
+    runs = row.samples_ms
+    middle = statistics.median(runs)
+    return {"min": min(runs), "avg": statistics.fmean(runs), "median": middle, "max": max(runs)}
+
+
+def speed_up(row: Row, base_ms: float | None) -> str:
+    """Against a baseline, if that ran."""
+    return MISSING if base_ms is None or not row.ms else f"{base_ms / row.ms:.2f}x"
+
+
+def least(rows: Iterable[Row], what: str) -> Row | None:
+    """The row with the shortest time (`ms`) or the least memory (`peak_bytes`), if there is one."""
+    found = (row for row in rows if getattr(row, what) is not None)
+    return min(found, key=attrgetter(what), default=None)

@@ -36,15 +36,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One run, in ms.
+    """One run, in ms."""
 
-    Attributes:
-        device: from the first launch to the end of the last.
-        host: until everything was queued; on the CPU the same.
-    """
-
-    device: float
-    host: float
+    device: float  # from the first launch to the end of the last
+    host: float  # until everything was queued; on the CPU the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +50,8 @@ class Samples:
     host: tuple[float, ...]
 
     def __truediv__(self, number: int) -> Samples:
-        return Samples(
-            tuple(each / number for each in self.device), tuple(each / number for each in self.host)
-        )
+        device, host = (tuple(ms / number for ms in each) for each in (self.device, self.host))
+        return Samples(device, host)
 
     @property
     def median(self) -> Timing:

@@ -1,8 +1,11 @@
-"""Workloads and placements: what attention is to compute, and how it is spread; without torch."""
+"""Workloads and placements: what attention is to compute, and how it is spread.
+
+Importing it loads no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -15,6 +18,10 @@ from .link import NONE, Link
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from ..engine.prepare import Options
+    from ..kernels.base import Call
+    from ..plan.problem import Problem
 
 FORWARD, BACKWARD, BOTH = PASSES = ("forward", "backward", "both")
 FLOPS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}  # of the forward pass
@@ -41,11 +48,10 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """By its long or short name; ValueError if there is none."""
+    """torch's object, by its long or short name; ValueError if there is none."""
     import torch
 
-    found: torch.dtype = getattr(torch, dtype_name(dtype))
-    return found
+    return getattr(torch, dtype_name(dtype))
 
 
 def lengths_of(cu_seqlens: Iterable[int]) -> tuple[int, ...]:
@@ -59,40 +65,26 @@ def lengths_of(cu_seqlens: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Workload:
-    """One attention call over all tokens, whoever computes it.
-
-    Attributes:
-        batch, seqlen: sequences, and tokens of each; for packed documents 1 and all tokens.
-        nheads, nheads_k, headdim: of q, k and v.
-        causal: queries see no later keys.
-        window: keys to the left and to the right that a query sees; -1: all.
-        dtype: torch's name of it; short names and torch's objects will do.
-        cu_seqlens: packed documents instead of a batch: offsets in the whole stream.
-        seqlen_k, cu_seqlens_k: of the keys, if there are more or fewer than queries.
-        headdim_v: of v and out, if it is not headdim.
-        softmax_scale, softcap, dropout_p: as in flash-attn.
-        alibi, sink: with slopes, with attention sinks.
-        lse_grad: the loss depends on lse as well.
-    """
+    """One attention call over all tokens, whoever computes it; names as in flash-attn."""
 
     batch: int = 2
-    seqlen: int = 1024
+    seqlen: int = 1024  # of each sequence; of packed documents all tokens
     nheads: int = 8
     nheads_k: int = 8
     headdim: int = 64
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
-    dtype: str = "bfloat16"
-    cu_seqlens: tuple[int, ...] | None = None
-    seqlen_k: int | None = None
+    dtype: str = "bfloat16"  # torch's name; short names and torch's objects will do
+    cu_seqlens: tuple[int, ...] | None = None  # packed documents: offsets in the whole stream
+    seqlen_k: int | None = None  # of the keys, if there are more or fewer than queries
     cu_seqlens_k: tuple[int, ...] | None = None
-    headdim_v: int | None = None
+    headdim_v: int | None = None  # of v and out, if it is not headdim
     softmax_scale: float | None = None
     softcap: float = 0.0
     dropout_p: float = 0.0
     alibi: bool = False
     sink: bool = False
-    lse_grad: bool = False
+    lse_grad: bool = False  # the loss depends on lse as well
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -119,20 +111,17 @@ class Workload:
                 f"nheads is {self.nheads} and nheads_k {self.nheads_k}"
             )
         if min(self.window) < -1:
-            raise ValueError(f"window {self.window}: sides are -1 (all keys) or more")
+            raise ValueError("window {},{}: sides are -1 (all keys) or more".format(*self.window))
 
     def __str__(self) -> str:
         heads = f"{self.nheads}/{self.nheads_k}" if self.nheads_k != self.nheads else self.nheads
-        tokens = f"seqlen {self.seqlen}"
+        tokens, seen = f"seqlen {self.seqlen}", "causal" if self.causal else "full"
         if self.packed:
             tokens += f" in {len(self.lengths)} document{'s' * (len(self.lengths) != 1)}"
-        seen = "causal" if self.causal else "full"
         if self.window != (-1, -1):
-            seen += f", window {self.window[0]},{self.window[1]}"
-        return (
-            f"batch {self.batch}, {tokens}, heads {heads}, headdim {self.headdim}, {seen}, "
-            f"{self.dtype}"
-        )
+            seen += ", window {},{}".format(*self.window)
+        sizes = f"batch {self.batch}, {tokens}, heads {heads}, headdim {self.headdim}"
+        return f"{sizes}, {seen}, {self.dtype}"
 
     # Shapes.
 
@@ -173,7 +162,7 @@ class Workload:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
+        """torch's object."""
         return find_dtype(self.dtype)
 
     def share(self, world_size: int) -> Workload:
@@ -190,14 +179,12 @@ class Workload:
     @cached_property
     def pairs(self) -> int:
         """Allowed (query, key) pairs of one head, over the documents of one sequence."""
-        return sum(map(self._document_pairs, self.lengths, self.lengths_k))
-
-    def _document_pairs(self, queries: int, keys: int) -> int:
-        if not queries or not keys:
-            return 0
-        query, key = Span(0, queries, keys - queries, 1, 0, 0), Span(0, keys, 0, 1, 0, 0)
-        tile = make_tile(query, key, self.mask)
-        return 0 if tile is None else tile.pairs
+        tiles = (
+            make_tile(Span(0, q, k - q, 1, 0, 0), Span(0, k, 0, 1, 0, 0), self.mask)
+            for q, k in zip(self.lengths, self.lengths_k, strict=True)
+            if q and k
+        )
+        return sum(tile.pairs for tile in tiles if tile is not None)
 
     def flops(self, passes: str = FORWARD) -> float:
         """Of two matrix products forward, and of five backward."""
@@ -209,15 +196,11 @@ class Workload:
 
         Forward q, k, v, out and lse; backward q, k, v, out, dout, dq, dk, dv and lse.
         """
-        if passes == BOTH:
-            return self.bytes(FORWARD) + self.bytes(BACKWARD)
-        tokens_k = sum(self.lengths_k)
-        dim, dim_v = self.headdim, self.headdim_v or self.headdim
-        queries = self.seqlen * self.nheads * (dim + dim_v)  # q, out
-        keys = tokens_k * self.nheads_k * (dim + dim_v)  # k, v
-        tensors = (queries + keys) * (1 if passes == FORWARD else 2)
-        lse = self.seqlen * self.nheads * _LSE_BYTES
-        return self.batch * (tensors * _ITEMSIZE[self.dtype] + lse)
+        tensors, lses = {FORWARD: (1, 1), BACKWARD: (2, 1), BOTH: (3, 2)}[passes]
+        rows, rows_k = self.seqlen * self.nheads, sum(self.lengths_k) * self.nheads_k
+        dims = self.headdim + (self.headdim_v or self.headdim)  # q and out; k and v
+        each = (rows + rows_k) * dims * _ITEMSIZE[self.dtype]
+        return self.batch * (tensors * each + lses * rows * _LSE_BYTES)
 
     def tensors(self, device: torch.device, tokens: int | None = None) -> Any:
         """Random (q, k, v), each (batch, seqlen, nheads, headdim), and dout.
@@ -264,22 +247,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a workload is spread over ranks, and by which kernel.
-
-    Attributes:
-        world_size: number of ranks.
-        layout, route, kernel: as in `ring_attention`.
-        heads_k_stride, sources_per_launch: of the route; None: the library's choice.
-        link: what a replay emulates between ranks; None: communication costs nothing.
-    """
+    """How a workload is spread over ranks, and by which kernel; names as in `ring_attention`."""
 
     world_size: int = 8
     layout: str = "zigzag"
     route: str = "ring"
     kernel: str = "auto"
     heads_k_stride: int | None = None
-    sources_per_launch: int | None = None
-    link: Link | None = None
+    sources_per_launch: int | None = None  # None: the library's choice
+    link: Link | None = None  # that a replay emulates; None: communication costs nothing
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -315,3 +291,82 @@ PRESETS: Mapping[str, Workload] = {
     "llama3-8b": Workload(1, 8192, 32, 8, 128, True),
 }
 FORWARD_ONLY = frozenset({"batch-inference"})  # presets without gradients
+
+
+# As the library sees them.
+
+
+def call_of(workload: Workload, device: torch.device, with_lse: bool = False) -> Call:
+    """What kernels are asked whether they can do it."""
+    import torch
+
+    from ..kernels.base import Call
+
+    w = workload
+    same = ("nheads", "nheads_k", "headdim", "mask", "softcap", "dropout_p", "sink")
+    slopes = (w.nheads,) if w.packed else (w.batch, w.nheads)
+    return Call(
+        **{name: getattr(w, name) for name in same},
+        device=device,
+        dtype=w.torch_dtype,
+        headdim_v=w.headdim_v or w.headdim,
+        softmax_scale=w.headdim**-0.5 if w.softmax_scale is None else w.softmax_scale,
+        alibi_slopes=torch.empty(slopes, device="meta") if w.alibi else None,
+        packed=len(w.lengths) > 1,
+        with_lse=with_lse,
+    )
+
+
+def options_of(workload: Workload, kernel: str) -> Options:
+    """The arguments that all public functions share."""
+    from ..engine.prepare import Options
+
+    return Options(**workload.options, kernel=kernel)
+
+
+def problem_of(workload: Workload, placement: Placement) -> Problem:
+    """What all ranks compute together; ValueError where the placement makes no sense."""
+    from ..engine.entry import make_problem
+
+    return make_problem(
+        placement.layout,
+        placement.route,
+        workload.lengths,
+        workload.lengths_k,
+        placement.world_size,
+        options_of(workload, placement.kernel),
+        workload.nheads_k,
+        placement.heads_k_stride,
+        placement.sources_per_launch,
+    )
+
+
+def resolve(workload: Workload, placement: Placement, device: torch.device) -> Placement:
+    """The placement with the library's choices made: the kernel, and sources of a launch.
+
+    NotImplementedError with every reason if no kernel can do it.
+    """
+    from ..kernels.base import choose_kernel
+
+    problem = problem_of(workload, placement)
+    sources = problem.sources_per_launch if placement.route == "ring" else None
+    kernel = choose_kernel(placement.kernel, call_of(workload, device)).name
+    return replace(placement, kernel=kernel, sources_per_launch=sources)
+
+
+def refuse_kernels(reasons: Mapping[str, Sequence[str]], device: torch.device) -> None:
+    """NotImplementedError if there are any: of each kernel, what `choose_kernel` says each time."""
+    import torch
+
+    if not reasons:
+        return
+    lines = []
+    for name, why in reasons.items():
+        shortest = min((text.splitlines()[1:] for text in why), key=len)
+        lines += [f"{name} can do none of this on {device.type}:", *shortest]
+    if device.type == "cpu" and torch.cuda.is_available():
+        lines.append("There is a GPU here: --device cuda takes it.")
+    lines.append(
+        "Choose other kernels (--kernel, --versus) or functions; `rfa info` says what can run here."
+    )
+    raise NotImplementedError("\n".join(lines))

@@ -1,36 +1,43 @@
-"""`rfa bench`: one implementation, at one size or several."""
+"""`rfa bench` and `rfa compare`: one implementation, or several side by side, on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from ..bench.cells import run_times
-from ..bench.results import BENCH, Results, Row, check_output
-from ..kernels.base import AUTO
-from . import options as o
-from .console import (
+from ..bench.implementations import find_implementation, implementation_names
+from ..bench.results import (
+    BENCH,
+    CANNOT,
+    COMPARE,
+    MISSING,
     ON_CPU,
+    Results,
+    Row,
+    beside,
+    check_output,
+    least,
     make_table,
     mib,
-    print_failures,
-    print_lines,
-    repeats_on,
-    running,
-    screen,
-    usage_errors,
-    write,
+    run_times,
+    speed_up,
 )
-from .workloads import differences, make_workloads, without_gradients
+from ..bench.workload import FORWARD, Workload
+from ..kernels.base import AUTO, NATIVE
+from . import options as o
+from .console import print_lines, print_versus, running, screen, usage_errors, write
 
 if TYPE_CHECKING:
     import torch
 
-    from ..bench.machine import Peak
-    from ..bench.workload import Workload
+_BASE = "torch standard"
 
 
 def bench(
@@ -58,94 +65,254 @@ def bench(
     rfa bench --seqlen 512,1024,2048,4096 --nheads 16 --headdim 128 --causal
     rfa bench --preset 8k --kernel "SDPA cuDNN" --no-grad --json 8k.json
     """
-    from ..bench.machine import find_device, make_results, measure_peak
-    from ..bench.measure import measure
+    from ..bench.machine import find_device
 
     numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
     numbers |= {"nheads_k": nheads_k, "headdim": headdim}
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a benchmark")
-        workloads = make_workloads(preset, causal, window, dtype, **numbers)
-        names = [_find_able(kernel, each, where) for each in workloads]
-    console, rounds = screen(), repeats_on(where, repeats)
-    grad = not without_gradients(preset, no_grad)
-    rows: list[Row] = []
-    peak = None
-    try:
-        with running(console, "bench", len(workloads)) as (report, advance):
-            report("measuring the peak")
-            peak = measure_peak(where, workloads[0].dtype)
-            for name, each in zip(names, workloads, strict=True):
-                rows += measure(
-                    [name], each, where, kind=BENCH, repeats=rounds, grad=grad, report=report
-                )
-                advance()
-    finally:  # after Ctrl-C, too: show and write what is there
-        if rows:
-            results = make_results(rows, where, {"repeats": rounds}, peak)
-            _show(console, results, workloads, peak)
-            write(console, results, json_file)
+        workloads = o.make_workloads(preset, causal, window, dtype, **numbers)
+        jobs = [([_find_able("--kernel", kernel, each, where)], each) for each in workloads]
+    console = screen()
+    rows = _measure(
+        console,
+        BENCH,
+        jobs,
+        where,
+        {"repeats": o.repeats_on(where, repeats)},
+        json_file,
+        grad=not o.without_gradients(preset, no_grad),
+        at_end=lambda results: _show_sweep(console, results, workloads),
+    )
     raise typer.Exit(int(all(row.failed is not None for row in rows)))
 
 
-def _find_able(name: str, workload: Workload, device: torch.device) -> str:
-    """The name of the implementation; NotImplementedError with every reason if it cannot."""
-    from ..bench.implementations import find_implementation
+def compare(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            parser=o.one_of("implementation", o.implementation_choices),
+            metavar="NAMES",
+            help=f"Only these of {', '.join(implementation_names())}; auto, native.",
+        ),
+    ] = None,
+    batch: o.Batch = None,
+    seqlen: o.Seqlen = None,
+    nheads: o.Nheads = None,
+    nheads_k: o.NheadsK = None,
+    headdim: o.Headdim = None,
+    causal: o.Causal = None,
+    window: o.Window = None,
+    dtype: o.Dtype = None,
+    preset: o.Preset = None,
+    versus: Annotated[
+        str | None,
+        o.named(
+            "implementation",
+            o.implementation_choices,
+            "Whose time speed-ups are against; native if you name it, "
+            f"else {_BASE}, else the first that ran.",
+        ),
+    ] = None,
+    gate: o.Gate = False,
+    min_speed: o.MinSpeed = None,
+    max_memory: o.MaxMemory = None,
+    errors: Annotated[
+        bool, typer.Option("--errors/--no-errors", help="Compare results with fp64.")
+    ] = True,
+    repeats: o.Repeats = None,
+    graphs: o.Graphs = False,
+    no_grad: o.NoGrad = False,
+    device: o.Device = None,
+    json_file: o.JsonFile = None,
+) -> None:
+    """Compare implementations on one device, in interleaved rounds of one run.
 
+    What is not installed, or cannot do it, is listed with the reason; one that fails gets a row
+    that says so, and the rest go on. With --gate, those that you name (or all that ran) have to be
+    within --min-speed and --max-memory of --versus.
+
+    \b
+    rfa compare --preset llama3-8b
+    rfa compare triton fa2 "SDPA cuDNN" --seqlen 1024,4096 --causal --versus "SDPA cuDNN"
+    rfa compare --batch 4 --seqlen 2048 --no-grad --json compare.json
+    rfa compare triton native --preset 8k --gate
+    """
+    from ..bench.machine import device_name, find_device
+    from ..bench.measure import check_graphs, find_all
+
+    left_out = ""
+    numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
+    numbers |= {"nheads_k": nheads_k, "headdim": headdim}
+    with usage_errors():
+        check_output(json_file)
+        where = find_device(device, "a comparison")
+        check_graphs(graphs, where)
+        workloads = o.make_workloads(preset, causal, window, dtype, **numbers)
+        if versus is None and names and NATIVE in names:
+            others = [name for name in names if name != NATIVE]
+            gated = gate or min_speed is not None or max_memory is not None
+            try:
+                find_implementation(NATIVE, workloads[0], where)
+                versus = NATIVE
+            except NotImplementedError as error:
+                if gated or not others:
+                    raise
+                names, left_out = others, str(error)
+        limits = o.find_limits(gate, min_speed, max_memory, versus or "", where)
+        everyone = [*(names or implementation_names()), *([versus] if versus else [])]
+        for each in workloads:
+            found = find_all(everyone, each, where)
+            if limits is not None and versus is not None:
+                base = _find_able("--versus", versus, each, where)
+                if all(other.name == base for other in found):
+                    raise ValueError(f"--versus {base}: nothing else is named to compare with it")
+    console, rounds, passed = screen(), o.repeats_on(where, repeats), True
+    on = f"On {device_name(where)}, {rounds} round{'s' * (rounds > 1)}."
+    print_lines(console, [left_out, on] if left_out else [on])
+
+    def finish(workload: Workload, rows: list[Row]) -> list[Row]:
+        """Show the rows of a workload; return them with their shares of the baseline's speed."""
+        nonlocal passed
+        base = find_implementation(versus, workload, where).name if versus else None
+        bases = {row.passes: row for row in rows if row.implementation == base}
+        rows = [beside(row, bases[row.passes]) for row in rows] if bases else rows
+        _show_comparison(console, workload, rows, base)
+        if base is not None:
+            ran = [row for row in rows if row.failed is None or row.implementation == base]
+            judged = rows if names else ran
+            groups = [
+                (own, [row for row in judged if row.passes == own.passes and row is not own])
+                for own in judged
+                if own.implementation == base
+            ]
+            labels = {"implementation": lambda row: row.implementation}
+            passed &= print_versus(console, groups, base, labels, limits)
+        return rows
+
+    rows = _measure(
+        console,
+        COMPARE,
+        [(everyone, each) for each in workloads],
+        where,
+        {"repeats": rounds, "graphs": graphs, **o.compared(versus, limits)},
+        json_file,
+        grad=not o.without_gradients(preset, no_grad),
+        errors=errors,
+        graphs=graphs,
+        after_each=finish,
+    )
+    if where.type == "cpu":
+        console.print(ON_CPU)
+    raise typer.Exit(int(not passed or all(row.failed is not None for row in rows)))
+
+
+def _find_able(option: str, name: str, workload: Workload, device: torch.device) -> str:
+    """The name of the implementation; NotImplementedError with every reason if it cannot."""
     found = find_implementation(name, workload, device)
     reasons = found.why_not(workload, device)
     if reasons:
         raise NotImplementedError(
-            f"--kernel {found.name} cannot do {workload}: {'; '.join(reasons)}"
+            f"{option} {found.name} cannot do {workload}: {'; '.join(reasons)}"
         )
     return found.name
 
 
-def _show(
-    console: Console, results: Results, workloads: Sequence[Workload], peak: Peak | None
-) -> None:
+def _measure(
+    console: Console,
+    kind: str,
+    jobs: Sequence[tuple[Sequence[str], Workload]],
+    device: torch.device,
+    settings: dict[str, Any],
+    json_file: Path | None,
+    *,
+    after_each: Callable[[Workload, list[Row]], list[Row]] = lambda workload, rows: rows,
+    at_end: Callable[[Results], None] = lambda results: None,
+    **how: Any,
+) -> list[Row]:
+    """Measure implementations of one workload after the other; write what there is.
+
+    `after_each` and `at_end` show it; `how` is what `measure` takes.
+    """
+    from ..bench.machine import make_results, measure_peak
+    from ..bench.measure import measure
+
+    rows: list[Row] = []
+    peak = None
+    try:
+        with running(console, kind, len(jobs)) as (report, advance):
+            report("measuring the peak")
+            peak = measure_peak(device, jobs[0][1].dtype)
+            how |= {"kind": kind, "repeats": settings["repeats"], "report": report}
+            for names, workload in jobs:
+                rows += after_each(workload, measure(names, workload, device, **how))
+                advance()
+    finally:  # after Ctrl-C, too
+        if rows:
+            results = make_results(rows, device, settings, peak)
+            at_end(results)
+            write(console, results, json_file)
+    return rows
+
+
+def _print_failures(console: Console, rows: Sequence[Row]) -> None:
+    """Why some have no times or no errors, once for each reason."""
+    reasons = [(row.implementation, row.failed or row.note) for row in rows]
+    for name, why in dict.fromkeys(reasons):
+        if why is not None:
+            text = f" {why}" if why.startswith(CANNOT) else f": {why}"
+            console.print(f"[yellow]{escape(name)}[/]{escape(text)}", soft_wrap=True)
+
+
+# One implementation.
+
+
+def _show_sweep(console: Console, results: Results, workloads: Sequence[Workload]) -> None:
     names = dict.fromkeys(row.implementation for row in results.rows)
     what = workloads[0] if len(workloads) == 1 else f"{len(workloads)} workloads"
     print_lines(console, (f"{', '.join(names)} on {results.device}", what))
-    varying = differences(workloads)
-    shares = () if peak is None else ("% of matmul", "verdict")
+    values = [each.to_dict() for each in workloads]
+    varying = [name for name in values[0] if any(v[name] != values[0][name] for v in values)]
+    shares = ("% of matmul", "verdict") if results.peak else ()
     times = ("min ms", "avg ms", "median ms", "max ms", "TFLOP/s peak", "avg")
     table = make_table((*varying, "pass"), (*times, *shares, "MiB"))
     for column in table.columns[: len(varying)]:
         column.justify = "right"
     for row in results.rows:
-        values = (str(row.workload[name]) for name in varying)
-        table.add_row(*values, row.passes, *_cells(row, results.device, peak))
+        sizes = (str(row.workload[name]) for name in varying)
+        table.add_row(*sizes, row.passes, *_cells(row, results))
     console.print(table)
-    print_failures(console, results.rows)
-    print_lines(console, _notes(results, peak))
+    _print_failures(console, results.rows)
+    print_lines(console, _notes(results))
 
 
-def _cells(row: Row, device: str, peak: Peak | None) -> list[str]:
+def _cells(row: Row, results: Results) -> list[str]:
     """Times, rates of the fastest run and on average, share of the peak, verdict, memory."""
+    from ..bench.machine import Peak, rate_verdict
+
     if row.failed is not None or row.ms is None or row.tflops is None:
         return ["[red]failed[/]"]
     times, work = run_times(row), row.tflops * row.ms
     cells = [f"{ms:.3f}" for ms in times.values()]
     cells += [f"{work / times[name]:.4g}" for name in ("min", "avg")]
-    if peak is not None:
-        from ..bench.verdicts import rate_verdict
-
-        verdict = rate_verdict(row.passes, row.tflops, device, peak)
+    if results.peak:
+        peak = Peak(**results.peak)
+        verdict = rate_verdict(row.passes, row.tflops, results.device, peak)
         cells += [f"{100 * row.tflops / peak.tflops:.1f}", verdict.word]
     return [*cells, mib(row.peak_bytes)]
 
 
-def _notes(results: Results, peak: Peak | None) -> Iterator[str]:
+def _notes(results: Results) -> Iterator[object]:
     """How to read it."""
-    from ..bench.verdicts import machine_verdicts, rate_verdict
+    from ..bench.machine import Peak, machine_verdicts, rate_verdict
 
     yield (
         f"{results.settings['repeats']} rounds; short passes have several runs in each. TFLOP/s: "
         "of the fastest run, and on average."
     )
-    if peak is not None:
+    if results.peak:
+        peak = Peak(**results.peak)
         yield (
             f"% of matmul: the median run against {peak.tflops:.4g} TFLOP/s, measured here with a "
             f"product of large matrices in {peak.dtype}."
@@ -156,6 +323,69 @@ def _notes(results: Results, peak: Peak | None) -> Iterator[str]:
         "MiB: most memory above inputs, outputs and gradients (backward: with the forward pass); "
         "n/a on the CPU."
     )
-    yield from map(str, machine_verdicts(results.machine))
+    yield from machine_verdicts(results.machine)
     if results.machine["kind"] == "cpu":
         yield ON_CPU
+
+
+# Several implementations.
+
+
+def _show_comparison(
+    console: Console, workload: Workload, rows: Sequence[Row], versus: str | None
+) -> None:
+    """A table of those that ran, who was best, and why the others did not run."""
+    print_lines(console, ("", workload))
+    ran = [row for row in rows if row.failed is None]
+    if ran:
+        names = [row.implementation for row in ran]
+        base = versus or (_BASE if _BASE in names else names[0])
+        tried = [row for row in rows if not (row.failed or "").startswith(CANNOT)]
+        console.print(_table(tried, base))
+        print_lines(console, [f"speed-up: against {base}"])
+        for passes in dict.fromkeys(row.passes for row in ran):
+            first = least((row for row in ran if row.passes == passes), "ms")
+            if first is not None:
+                text = f"fastest, {passes}: {first.implementation} ({first.ms:.3f} ms)"
+                print_lines(console, [text])
+        lean = least((row for row in ran if row.passes != FORWARD), "peak_bytes")
+        lean = lean or least(ran, "peak_bytes")
+        if lean is not None:
+            text = f"leanest: {lean.implementation} ({mib(lean.peak_bytes)} MiB)"
+            print_lines(console, [text])
+    _print_failures(console, rows)
+
+
+def _table(rows: Sequence[Row], versus: str) -> Table:
+    """A row for each implementation that was tried; columns for each pass."""
+    passes = list(dict.fromkeys(row.passes for row in rows))
+    compared = any(row.errors for row in rows)
+    columns = [name for each in passes for name in (f"{each} ms", "TFLOP/s", "speed-up")]
+    errors = ("error of out", "of gradients") if compared else ()
+    table = make_table(("implementation",), (*columns, "MiB", *errors))
+    table.columns[0].no_wrap = True
+    base = {row.passes: row.ms for row in rows if row.implementation == versus}
+    for name in dict.fromkeys(row.implementation for row in rows):
+        mine = [row for row in rows if row.implementation == name]
+        last = mine[-1]
+        if last.failed is not None:
+            what = "out of memory" if last.failed.startswith("out of memory") else "failed"
+            table.add_row(name, f"[red]{what}[/]")
+            continue
+        cells: list[str] = []
+        for row in mine:
+            cells += (f"{row.ms:.3f}", f"{row.tflops:.4g}", speed_up(row, base.get(row.passes)))
+        cells.append(mib(last.peak_bytes))
+        if compared:
+            cells += [_worst(last, last.errors.keys() & {"out"})]
+            cells += [_worst(last, last.errors.keys() - {"out"})]
+        table.add_row(name, *cells)
+    return table
+
+
+def _worst(row: Row, names: Iterable[str]) -> str:
+    """The largest error of some tensors, relative to the largest entry."""
+    values = [row.errors[name]["relative"] for name in names]
+    if any(map(math.isnan, values)):  # worse than any number
+        return "[bold red]nan[/]"
+    return f"{max(values):.1e}" if values else MISSING

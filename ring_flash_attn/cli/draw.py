@@ -15,14 +15,19 @@ from ..draw.schedule import Schedule
 from ..plan.layout import get_layout, layout_names
 from ..plan.problem import Problem
 from . import options as o
-from .console import usage_errors, write, write_text
+from .console import usage_errors, write
 from .groups import check_lengths
-from .workloads import parse_offsets, parse_window
+from .options import parse_offsets, parse_window
 
 
 def draw(
     layouts: Annotated[
-        list[str], typer.Argument(metavar="LAYOUT...", help=f"One of {', '.join(layout_names())}.")
+        list[str],
+        typer.Argument(
+            parser=o.one_of("layout", layout_names),
+            metavar="LAYOUT...",
+            help=f"One of {', '.join(layout_names())}.",
+        ),
     ],
     route: o.Route = "ring",
     world_size: o.WorldSize = 4,
@@ -81,7 +86,7 @@ def draw(
     console = Console(highlight=False)
     write(console, plain, json_file)
     if svg is not None:
-        write_text(console, draw_svg(schedules), svg)
+        write(console, draw_svg(schedules), svg)
         return
     for schedule in schedules:
         console.print(render(schedule))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-BACKENDS = ("gloo", "nccl")
+from .options import BACKENDS
+
 _TIMEOUT = 300.0  # seconds
 
 

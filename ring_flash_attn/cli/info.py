@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..bench.results import check_output
-from ..bench.workload import Workload
+from ..bench.results import check_output, make_table
+from ..bench.workload import Workload, call_of
 from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
 from . import options as o
-from .console import make_table, usage_errors, write
+from .console import usage_errors, write
 
 
 def info(
@@ -30,7 +30,6 @@ def info(
     rfa info
     rfa info --dtype float32 --headdim 256 --json info.json
     """
-    from ..bench.inputs import call_of
     from ..bench.machine import devices, find_device, variables, versions
 
     with usage_errors():
@@ -46,11 +45,18 @@ def info(
     facts: dict[str, Any] = {"versions": versions(), "devices": devices(), "variables": variables()}
     console = Console(highlight=False)
     tuned, triton = _triton(call)
-    console.print(_facts({**facts, "block sizes": [tuned]}))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for title, values in {**facts, "block sizes": [tuned]}.items():
+        lines = map(" ".join, values.items()) if isinstance(values, dict) else values
+        table.add_row(f"[bold]{title}[/]", "\n".join(lines) or "none set")
+    console.print(table)
     console.print(
         f"Kernels for a causal call in {dtype}, headdim {headdim}, on {device or where.type}:"
     )
-    console.print(_kernels(reasons))
+    table = make_table(("kernel", "can run", "why not"), ())
+    for name, why in reasons.items():
+        table.add_row(name, "[red]no[/]" if why else "[green]yes[/]", "\n".join(why))
+    console.print(table)
     for choice, first in picks.items():
         console.print(f"{choice} picks: [bold]{first or 'nothing'}[/]")
     console.print(f"triton has: {triton}", markup=False, soft_wrap=True)
@@ -61,40 +67,20 @@ def _triton(call: Call) -> tuple[str, str]:
     """Which file the Triton kernel's block sizes come from, and which kernels it has."""
     if isinstance(load_kernel("triton"), str):
         return "no triton here", "no triton here"
+    from ..kernels.triton.config import read_tuned, tuned_file
     from ..kernels.triton.hopper import host
 
     reasons = host.why_not(call)
     portable = f"portable kernels, not those for Hopper ({'; '.join(reasons)})"
-    return _tuned(), portable if reasons else "kernels for Hopper"
-
-
-def _tuned() -> str:
-    from ..kernels.triton.config import read_tuned, tuned_file
-
-    path = tuned_file()
-    if path is None:
-        return "the defaults"
-    try:
-        gpus = read_tuned(path)
-    except ValueError as error:
-        return str(error)
-    lines = [f"for {gpu}: {'; '.join(names) or 'the defaults'}" for gpu, names in gpus.items()]
-    return "\n".join([str(path), *lines])
-
-
-def _facts(facts: dict[str, list[str] | dict[str, str]]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for title, values in facts.items():
-        lines = map(" ".join, values.items()) if isinstance(values, dict) else values
-        table.add_row(f"[bold]{title}[/]", "\n".join(lines) or "none set")
-    return table
-
-
-def _kernels(reasons: dict[str, list[str]]) -> Table:
-    table = make_table(("kernel", "can run", "why not"), ())
-    for name, why in reasons.items():
-        table.add_row(name, "[red]no[/]" if why else "[green]yes[/]", "\n".join(why))
-    return table
+    path, tuned = tuned_file(), "the defaults"
+    if path is not None:
+        try:
+            gpus = read_tuned(path).items()
+            lines = (f"for {gpu}: {'; '.join(names) or 'the defaults'}" for gpu, names in gpus)
+            tuned = "\n".join([str(path), *lines])
+        except ValueError as error:
+            tuned = str(error)
+    return tuned, portable if reasons else "kernels for Hopper"
 
 
 # `rfa --version`: from the metadata of what is installed, without importing torch.

@@ -1,33 +1,68 @@
-"""The options of all commands, each spelled once; a command lists those that it takes."""
+"""The options of all commands, each spelled once, and what their values mean."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bench.implementations import implementation_names
 from ..bench.link import LINKS, NONE
-from ..bench.results import implementation_names
-from ..bench.workload import PRESETS
+from ..bench.results import Limits
+from ..bench.workload import FORWARD_ONLY, PRESETS, Workload, dtype_name
 from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..plan.build import route_names
 from ..plan.layout import layout_names
 
+if TYPE_CHECKING:
+    import torch
 
-def kernel_choices() -> tuple[str, ...]:
-    """Of --kernel."""
+BACKENDS = ("gloo", "nccl")
+_MOST = 1000  # workloads of one command
+_REPEATS = {"cuda": 30, "cpu": 5}
+
+# Values that are names.
+
+
+def one_of(what: str, names: Callable[[], Collection[str]]) -> Callable[[str], str]:
+    """Parse a name; refuse those that there are not before torch is imported."""
+
+    def parse(value: str) -> str:
+        if value not in names():
+            message = f"unknown {what} {value!r}; choose one of {', '.join(names())}"
+            raise typer.BadParameter(message)
+        return value
+
+    return parse
+
+
+def named(
+    what: str, names: Callable[[], Collection[str]], text: str = "One of {}.", *flags: str
+) -> Any:
+    """An option for names; its help is `text` with all of them."""
+    parse, text = one_of(what, names), text.format(", ".join(names()))
+    return typer.Option(*flags, parser=parse, metavar="NAME", help=text)
+
+
+def _parse_dtype(value: str) -> str:
+    try:
+        return dtype_name(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _kernel_choices() -> tuple[str, ...]:
     return (AUTO, NATIVE, *kernel_names())
 
 
 def implementation_choices() -> tuple[str, ...]:
-    """Likewise, with other libraries."""
+    """Our kernels, and other libraries."""
     return (AUTO, NATIVE, *implementation_names())
 
-
-_KERNELS, _IMPLEMENTATIONS = ", ".join(kernel_choices()), ", ".join(implementation_choices())
-_DTYPE = "Of q, k and v: bf16, fp16, fp32, fp64."
-_LAYOUTS, _ROUTES = ", ".join(layout_names()), ", ".join(route_names())
 
 # What is computed; lists of numbers make a sweep.
 Batch = Annotated[str | None, typer.Option(help="Sequences; one number, or several: 1,2,4.")]
@@ -41,11 +76,22 @@ IsCausal = Annotated[bool, _CAUSAL]
 Window = Annotated[
     str | None, typer.Option(help="Keys that a query sees to the left and right: 1024,0; -1: all.")
 ]
-Dtype = Annotated[str | None, typer.Option(help=_DTYPE)]
-OneDtype = Annotated[str, typer.Option(help=_DTYPE)]
+_DTYPE = typer.Option(
+    parser=_parse_dtype, metavar="NAME", help="Of q, k and v: bf16, fp16, fp32, fp64."
+)
+Dtype = Annotated[str | None, _DTYPE]
+OneDtype = Annotated[str, _DTYPE]
+Dtypes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype",
+        parser=_parse_dtype,
+        metavar="NAME",
+        help="Everything in each of these; by default a mixture.",
+    ),
+]
 Preset = Annotated[
-    str | None,
-    typer.Option(help=f"Start from one of {', '.join(PRESETS)}; other options change it."),
+    str | None, named("preset", lambda: PRESETS, "Start from one of {}; other options change it.")
 ]
 CuSeqlens = Annotated[
     str | None,
@@ -54,15 +100,19 @@ CuSeqlens = Annotated[
 
 # How it is spread.
 WorldSize = Annotated[int, typer.Option(min=1, help="Number of ranks.")]
-Layout = Annotated[str, typer.Option(help=f"One of {_LAYOUTS}.")]
-Layouts = Annotated[list[str] | None, typer.Option("--layout", help=f"Only these: {_LAYOUTS}.")]
-RankLayout = Annotated[str | None, typer.Option(help=f"Of ranks: {_LAYOUTS}; default zigzag.")]
-RankRoute = Annotated[str | None, typer.Option(help=f"Of ranks: {_ROUTES}; default ring.")]
-Route = Annotated[str, typer.Option(help=f"One of {_ROUTES}.")]
-Routes = Annotated[list[str] | None, typer.Option("--route", help=f"Only these: {_ROUTES}.")]
-Kernel = Annotated[str, typer.Option(help=f"One of {_KERNELS}.")]
-Implementation = Annotated[str, typer.Option("--kernel", help=f"One of {_IMPLEMENTATIONS}.")]
-Kernels = Annotated[list[str] | None, typer.Option("--kernel", help=f"Each of these: {_KERNELS}.")]
+Layout = Annotated[str, named("layout", layout_names)]
+Layouts = Annotated[list[str] | None, named("layout", layout_names, "Only these: {}.", "--layout")]
+RankLayout = Annotated[str | None, named("layout", layout_names, "Of ranks: {}; default zigzag.")]
+Route = Annotated[str, named("route", route_names)]
+Routes = Annotated[list[str] | None, named("route", route_names, "Only these: {}.", "--route")]
+RankRoute = Annotated[str | None, named("route", route_names, "Of ranks: {}; default ring.")]
+Kernel = Annotated[str, named("kernel", _kernel_choices)]
+Kernels = Annotated[
+    list[str] | None, named("kernel", _kernel_choices, "Each of these: {}.", "--kernel")
+]
+Implementation = Annotated[
+    str, named("implementation", implementation_choices, "One of {}.", "--kernel")
+]
 HeadsKStride = Annotated[
     int | None, typer.Option(min=1, help="KV heads that travel together (all_gather); all.")
 ]
@@ -71,10 +121,15 @@ SourcesPerLaunch = Annotated[
 ]
 LinkName = Annotated[
     str | None,
-    typer.Option(help=f"Emulated: {', '.join(LINKS)}; {NONE}: communication is removed."),
+    named(
+        "link",
+        lambda: (NONE, *LINKS),
+        f"Emulated: {', '.join(LINKS)}; {NONE}: communication is removed.",
+    ),
 ]
 Backend = Annotated[
-    str | None, typer.Option(help="gloo or nccl; by default nccl where each rank has a GPU.")
+    str | None,
+    named("backend", lambda: BACKENDS, "gloo or nccl; by default nccl where each rank has a GPU."),
 ]
 Timeout = Annotated[float | None, typer.Option(help="Seconds that a rank may take; 300.")]
 
@@ -90,11 +145,16 @@ NoGrad = Annotated[bool, typer.Option("--no-grad", help="Forward only.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU.")
 ]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")]
 
 # Several kernels.
 Versus = Annotated[
     str | None,
-    typer.Option(help="Kernel to compare others with; native if it is one of them, or the first."),
+    named(
+        "kernel",
+        _kernel_choices,
+        "Kernel to compare others with; native if it is one of them, or the first.",
+    ),
 ]
 Gate = Annotated[
     bool,
@@ -112,5 +172,106 @@ MaxMemory = Annotated[
     typer.Option(min=0, help="Gate: less than so many times the baseline's memory; 1.2."),
 ]
 
-# Files.
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")]
+
+# From values to workloads.
+
+
+def make_workloads(
+    preset: str | None,
+    causal: bool | None,
+    window: str | None,
+    dtype: str | None,
+    **numbers: str | None,
+) -> list[Workload]:
+    """Every combination of what the user wrote, else of the preset, else the default.
+
+    `numbers` are one or several, such as `seqlen="512,1024"`; ValueError for a wrong one.
+    """
+    sides = None if window is None else parse_window(window)
+    single: dict[str, Any] = {"causal": causal, "window": sides, "dtype": dtype}
+    changes = {name: each for name, each in single.items() if each is not None}
+    start = replace(Workload() if preset is None else PRESETS[preset], **changes)
+    lists: dict[str, Any] = {}
+    for name, text in numbers.items():
+        if text is not None:
+            message = f"{name} must be a number or several, as 512,1024; not {text!r}"
+            lists[name] = dict.fromkeys(_integers(text, message))
+    chosen = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
+    if len(chosen) > _MOST:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in lists)
+        raise ValueError(f"{options}: {len(chosen)} combinations; at most {_MOST} at a time")
+    if "nheads" in lists and "nheads_k" not in lists:  # as many KV heads
+        chosen = [{**each, "nheads_k": each["nheads"]} for each in chosen]
+    return [replace(start, **each) for each in chosen]
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """Of --window."""
+    try:
+        left, right = map(int, text.split(","))
+    except ValueError:
+        raise ValueError(f"--window must be two numbers, as 1024,0; not {text!r}") from None
+    return left, right
+
+
+def parse_offsets(text: str) -> tuple[int, ...]:
+    """Of --cu-seqlens."""
+    return _integers(text, f"--cu-seqlens must be whole numbers and commas, not {text!r}")
+
+
+def _integers(text: str, message: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ValueError(message) from None
+
+
+def without_gradients(preset: str | None, no_grad: bool) -> bool:
+    """Whether only forward passes are wanted."""
+    return no_grad or preset in FORWARD_ONLY
+
+
+def repeats_on(device: torch.device, repeats: int | None) -> int:
+    """What the user said, or the default."""
+    return _REPEATS[device.type] if repeats is None else repeats
+
+
+# From values to a comparison and its gate.
+
+
+def find_versus(kernels: Sequence[str], versus: str | None) -> tuple[tuple[str, ...], str]:
+    """All kernels, the one that the others are compared with first, and it; "" without others."""
+    found = dict.fromkeys(kernels)
+    if versus is None and len(found) == 1:
+        return tuple(found), ""
+    baseline = versus or (NATIVE if NATIVE in found else kernels[0])
+    return tuple(dict.fromkeys((baseline, *found))), baseline
+
+
+def find_limits(
+    gate: bool,
+    min_speed: float | None,
+    max_memory: float | None,
+    versus: str,
+    device: torch.device,
+) -> Limits | None:
+    """What the options say; None without a gate. ValueError where there is nothing to judge."""
+    options = {"--min-speed": min_speed, "--max-memory": max_memory}
+    used = [f"{name} {value:g}" for name, value in options.items() if value is not None]
+    if not gate and not used:
+        return None
+    if not versus:
+        raise ValueError(f"{used[0] if used else '--gate'}: say against what with --versus")
+    if device.type == "cpu" and max_memory is not None:
+        raise ValueError(f"{used[-1]}: memory is not measured on the CPU")
+    usual = Limits()
+    memory = None if device.type == "cpu" else usual.max_memory
+    return Limits(
+        usual.min_speed if min_speed is None else min_speed,
+        memory if max_memory is None else max_memory,
+    )
+
+
+def compared(versus: str | None, limits: Limits | None) -> dict[str, Any]:
+    """The same as settings in a file of results."""
+    return {**({"versus": versus} if versus else {}), **(asdict(limits) if limits else {})}

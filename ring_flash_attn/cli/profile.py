@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ..bench.results import check_output
+from ..bench.results import ON_CPU, check_output
 from ..kernels.base import AUTO
 from . import options as o
-from .console import ON_CPU, print_lines, repeats_on, screen, status, usage_errors, write
-from .workloads import make_workloads, without_gradients
+from .console import print_lines, screen, status, usage_errors, write
+from .options import make_workloads, repeats_on, without_gradients
 
 
 def profile(

@@ -11,15 +11,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..bench.cells import ON_CPU, cell
 from ..bench.link import NONE, find_link
 from ..bench.replays.results import Design, Measured, Replay, replay_rows
-from ..bench.results import check_output
+from ..bench.results import ON_CPU, cell, check_output, make_table
 from ..bench.workload import BACKWARD, BOTH, FORWARD
 from ..kernels.base import AUTO, LIBRARIES
 from . import options
-from .console import make_table, screen, status, usage_errors, write, write_text
-from .workloads import parse_offsets
+from .console import screen, status, usage_errors, write
+from .options import parse_offsets
 
 _MIB = 2**20
 
@@ -57,10 +56,12 @@ def replay(
     ] = False,
     baseline_kernel: Annotated[
         str | None,
-        typer.Option(
+        options.named(
+            "library",
+            lambda: LIBRARIES,
+            "The same, but not on fa2: {}.",
             "--baseline-kernel",
             "--existing-kernel",
-            help=f"The same, but not on fa2: {', '.join(LIBRARIES)}.",
         ),
     ] = None,
     repeats: options.Rounds = 9,
@@ -122,7 +123,7 @@ def replay(
     rows = tuple(replay_rows(found))
     write(console, make_results(rows, where, {"repeats": repeats}, details=details), json_file)
     if svg is not None:
-        write_text(console, draw_timeline(found), svg)
+        write(console, draw_timeline(found), svg)
 
 
 def _check_link(link: str, gbps: float | None, latency_us: float | None) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from ..bench.results import check_output
 from . import options as o
-from .console import screen, status, write_text
+from .console import screen, status, write
 
 
 def report(
@@ -55,4 +55,4 @@ def report(
         soft_wrap=True,
     )
     if json_file is not None:
-        write_text(console, json_for_script(page_data(sources)) + "\n", json_file)
+        write(console, json_for_script(page_data(sources)) + "\n", json_file)

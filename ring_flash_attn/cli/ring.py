@@ -20,8 +20,7 @@ from .groups import (
     check_world_size,
     is_first_rank,
 )
-from .versus import compared, find_limits, find_versus
-from .workloads import parse_offsets
+from .options import compared, find_limits, find_versus, parse_offsets
 
 if TYPE_CHECKING:
     from ..bench.ranks import Settings

@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from ..bench.cells import ON_CPU
 from ..bench.machine import device_name
 from ..bench.ranks import Rows, Settings, Target
-from ..bench.results import FORWARD, Row
-from ..bench.versus import Limits
+from ..bench.results import ON_CPU, Limits, Row, cell, make_table
+from ..bench.workload import FORWARD
 from ..comm import launch
-from .console import make_table
-from .versus import FAILED, gigabytes, print_versus
+from .console import FAILED, print_versus
 
 _COLUMNS = ("theoretic iter/s", "iter/s", "ms", "eff. %", "GB")
 _LABELS = {
@@ -127,7 +125,7 @@ def _cells(row: Row, best: float | None) -> list[str]:
         f"{row.values['iterations_per_second']:.1f}",
         f"{row.ms:.3f}",
         f"[bold]{share:.1f}[/]" if share == best else f"{share:.1f}",
-        gigabytes(row),
+        cell(row.peak_bytes, per=1e9),
     ]
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from ..bench.results import check_output
+from ..bench.results import check_output, make_table
+from ..bench.workload import Workload, call_of, find_dtype
 from ..kernels.base import why_not
 from . import options as o
-from .console import make_table, screen, usage_errors, write
+from .console import screen, usage_errors, write
 
 if TYPE_CHECKING:
     from ..kernels.triton.tuning import Choice
@@ -43,15 +42,19 @@ def tune(
     import torch
 
     from ..bench.machine import commit, versions
-    from ..bench.workload import find_dtype
 
     headdims = headdim or [64, 128]
     with usage_errors():
         _check(headdims, dtype)
-        path = _output(output)
-        check_output(json_file)
-    from ..kernels.triton import config, tuning
+        from ..kernels.triton import config, tuning
 
+        path = output or config.tuned_path()
+        if path is None:
+            raise ValueError(
+                f"{config.VARIABLE} is empty, so that no file is read: unset it or pass --output"
+            )
+        for file in (path, json_file):
+            check_output(file)
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = config.gpu_name(device)
     console = screen()
@@ -69,7 +72,15 @@ def tune(
         tuning.save(path, gpu, choices)  # what is done stays if the next one is interrupted
         found |= choices
     console.print(f"{gpu}, {seqlen} tokens, {'causal' if causal else 'full'}", markup=False)
-    console.print(_table(found))
+    texts = ("kernel, headdim up to, dtype", "default", "chosen")
+    table, plain = make_table(texts, ("ms before", "ms after")), {}
+    for name, choice in found.items():
+        default, chosen = str(choice.default), str(choice.chosen)
+        times = {"ms_before": choice.before, "ms_after": choice.after}
+        plain[name] = {"default": default, "chosen": chosen, **times}
+        shown = "the default" if choice.chosen == choice.default else f"[green]{chosen}[/]"
+        table.add_row(name, default, shown, *(f"{ms:.4f}" for ms in times.values()))
+    console.print(table)
     read = config.tuned_path()
     use = f"to use it, set {config.VARIABLE}={path.absolute()}"
     if read is not None and path.absolute() == read.absolute():
@@ -77,16 +88,12 @@ def tune(
     console.print(f"wrote {path}: {use}", markup=False, soft_wrap=True)
     if json_file is not None:
         facts = {"gpu": gpu, "versions": versions(), "commit": commit(), "seqlen": seqlen}
-        plain = {name: _plain(choice) for name, choice in found.items()}
         write(console, {**facts, "causal": causal, "choices": plain}, json_file)
 
 
 def _check(headdims: list[int], dtype: str) -> None:
     """ValueError where there is nothing to time."""
     import torch
-
-    from ..bench.inputs import call_of
-    from ..bench.workload import Workload
 
     if not torch.cuda.is_available():
         raise ValueError("rfa tune times kernels on a GPU, and there is none that torch can use")
@@ -107,30 +114,3 @@ def _check(headdims: list[int], dtype: str) -> None:
             both = f"--headdim {entries[limit]} and {each}"
             raise ValueError(f"{both} share one entry (up to {limit}): choose one")
         entries[limit] = each
-
-
-def _output(output: Path | None) -> Path:
-    """The file to write; ValueError now rather than after minutes if that will not work."""
-    from ..kernels.triton.config import VARIABLE, tuned_path
-
-    path = output or tuned_path()
-    if path is None:
-        raise ValueError(f"{VARIABLE} is empty, so that no file is read: unset it or pass --output")
-    check_output(path)
-    return path
-
-
-def _plain(choice: Choice) -> dict[str, Any]:
-    sizes = {"default": str(choice.default), "chosen": str(choice.chosen)}
-    return {**sizes, "ms_before": choice.before, "ms_after": choice.after}
-
-
-def _table(choices: Mapping[str, Choice]) -> Table:
-    texts = ("kernel, headdim up to, dtype", "default", "chosen")
-    table = make_table(texts, ("ms before", "ms after"))
-    for name, choice in choices.items():
-        same = choice.chosen == choice.default
-        chosen = "the default" if same else f"[green]{choice.chosen}[/]"
-        times = (f"{time:.4f}" for time in (choice.before, choice.after))
-        table.add_row(name, str(choice.default), chosen, *times)
-    return table

@@ -14,8 +14,19 @@ from ..kernels.base import AUTO
 from ..verify.catalogue import BASE, FEATURES, VerifyOptions, make_calls
 from .console import running, screen, usage_errors, write
 from .groups import check_backend, check_no_group, check_timeout, check_world_size, is_first_rank
-from .options import Backend, Device, JsonFile, Kernels, Layouts, Routes, Timeout, Versus
-from .versus import find_versus
+from .options import (
+    Backend,
+    Device,
+    Dtypes,
+    JsonFile,
+    Kernels,
+    Layouts,
+    Routes,
+    Timeout,
+    Versus,
+    find_versus,
+    named,
+)
 
 _RANKS = 4
 _Size = Annotated[int, typer.Option(min=1)]
@@ -32,11 +43,9 @@ def verify(
     layout: Layouts = None,
     route: Routes = None,
     kernel: Kernels = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="Everything in each of these; by default a mixture.")
-    ] = None,
+    dtype: Dtypes = None,
     feature: Annotated[
-        list[str] | None, typer.Option(help=f"Only these: {', '.join(FEATURES)}.")
+        list[str] | None, named("feature", lambda: FEATURES, "Only these: {}.")
     ] = None,
     versus: Versus = None,
     device: Device = None,

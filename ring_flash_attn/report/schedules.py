@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ..bench.inputs import problem_of
-from ..bench.workload import Placement, Workload
+from ..bench.workload import Placement, Workload, problem_of
 from ..draw.schedule import Schedule, colour
 from ..plan.build import route_names
 from ..plan.layout import FLAT_PREFIX, layout_names

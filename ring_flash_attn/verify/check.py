@@ -13,10 +13,8 @@ from torch import Tensor
 
 from .. import api
 from ..bench.functions import find_functions
-from ..bench.inputs import call_of
 from ..bench.ranks.arguments import own_arguments, packed_leaves
-from ..bench.versus import refuse_kernels
-from ..bench.workload import Placement, Workload
+from ..bench.workload import Placement, Workload, call_of, refuse_kernels
 from ..comm import launch
 from ..engine.entry import run_virtual
 from ..kernels.base import AUTO, choose_kernel

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench.cells import make_table
 from ..bench.functions import function_names
 from ..bench.machine import (
     command,
@@ -25,8 +24,8 @@ from ..bench.machine import (
     variables,
     versions,
 )
-from ..bench.results import BOTH, VERIFY, Results, Row
-from ..bench.workload import SHORT_DTYPES
+from ..bench.results import VERIFY, Results, Row, make_table
+from ..bench.workload import BOTH, SHORT_DTYPES
 from ..plan.build import route_names
 from ..plan.layout import layout_names
 from .catalogue import VerifyOptions

@@ -19,9 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from typer.testing import CliRunner
 
 from ring_flash_attn.bench import implementations
-from ring_flash_attn.bench.exact import errors_of, exact
 from ring_flash_attn.bench.implementations import Implementation, find_implementation
-from ring_flash_attn.bench.inputs import call_of
 from ring_flash_attn.bench.machine import (
     _from_nvidia_smi,
     commit,
@@ -29,8 +27,8 @@ from ring_flash_attn.bench.machine import (
     machine,
     measure_peak,
 )
-from ring_flash_attn.bench.measure import _capture, measure
-from ring_flash_attn.bench.workload import PRESETS, Workload
+from ring_flash_attn.bench.measure import _capture, errors_of, exact, measure
+from ring_flash_attn.bench.workload import PRESETS, Workload, call_of
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.verify.oracle import Rules, oracle
 
@@ -144,7 +142,7 @@ def test_fp64_by_rows_is_the_oracle(
     causal: bool, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a few rows at a time; the first KV head of the first sequence, and its query heads."""
-    monkeypatch.setattr("ring_flash_attn.bench.exact._SCORES", 10 * 37)
+    monkeypatch.setattr("ring_flash_attn.bench.measure._SCORES", 10 * 37)
     of = workload(causal, window)
     want, leaves, dout = right(of)
     found = exact(of, *(x.detach() for x in leaves), dout)
@@ -192,7 +190,7 @@ def test_libraries_get_the_arguments_they_know(monkeypatch: pytest.MonkeyPatch) 
             seen.append(options)
             return (q, None) if len(seen) > 1 else q
 
-    monkeypatch.setattr(implementations.importlib, "import_module", lambda name: Library)
+    monkeypatch.setattr(implementations, "import_module", lambda name: Library)
     q = torch.ones(1)
     for name in ("flash-attn 2", "flash-attn 4"):
         run = implementations._LIBRARIES[name].make(workload(True, (5, -1)), CPU)

@@ -35,8 +35,8 @@ from ring_flash_attn.bench.profile.trace import (
 from ring_flash_attn.bench.replays.rank import PersistentPool
 from ring_flash_attn.bench.replays.results import COMPUTE as COMPUTE_LANE
 from ring_flash_attn.bench.replays.results import TRANSFERS, Bar
-from ring_flash_attn.bench.results import BOTH, FORWARD, REPLAY, Results, Row, load
-from ring_flash_attn.bench.workload import Placement, Workload
+from ring_flash_attn.bench.results import REPLAY, Results, Row, load
+from ring_flash_attn.bench.workload import BOTH, FORWARD, Placement, Workload
 from ring_flash_attn.cli.profile import profile
 
 CPU = torch.device("cpu")

@@ -23,8 +23,7 @@ from ring_flash_attn.bench.profile.nsight import (
     nsys_stats_command,
 )
 from ring_flash_attn.bench.profile.subject import Subject, make_subject
-from ring_flash_attn.bench.results import BOTH
-from ring_flash_attn.bench.workload import Placement, Workload
+from ring_flash_attn.bench.workload import BOTH, Placement, Workload
 
 CPU = torch.device("cpu")
 SMALL = Workload(1, 12, 4, 2, 8, True, (-1, -1), torch.float32)

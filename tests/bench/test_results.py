@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ring_flash_attn.bench.diff import Outcome, compare
 from ring_flash_attn.bench.results import Results, Row, check_output, load
 from ring_flash_attn.cli.app import app
+from ring_flash_attn.cli.diff import Outcome, compare
 
 STORED = sorted((Path(__file__).parents[2] / "results").glob("*.json"))
 WORK = {"batch": 1, "seqlen": 8, "nheads": 2, "nheads_k": 1, "headdim": 4, "dtype": "float32"}

@@ -20,13 +20,11 @@ from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FAMILIES
 from ring_flash_attn.bench import machine
-from ring_flash_attn.bench.inputs import problem_of
 from ring_flash_attn.bench.ranks import Settings, Target, choose_targets, measure, on_rank
 from ring_flash_attn.bench.replays import emulated
 from ring_flash_attn.bench.replays.results import Replay
-from ring_flash_attn.bench.results import BOTH, FORWARD, Row, load
-from ring_flash_attn.bench.versus import Limits, beside, misses
-from ring_flash_attn.bench.workload import Placement, Workload
+from ring_flash_attn.bench.results import Limits, Row, beside, load, misses
+from ring_flash_attn.bench.workload import BOTH, FORWARD, Placement, Workload, problem_of
 from ring_flash_attn.cli.ring import find_settings, ring
 from ring_flash_attn.kernels import base, reference
 from ring_flash_attn.plan.build import make_plan

@@ -16,7 +16,6 @@ import torch
 import typer
 from typer.testing import CliRunner, Result
 
-from ring_flash_attn.bench import implementations, results
 from ring_flash_attn.bench.workload import (
     DTYPES,
     FORWARD_ONLY,
@@ -25,8 +24,7 @@ from ring_flash_attn.bench.workload import (
     find_dtype,
 )
 from ring_flash_attn.cli import info as versions
-from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.usage import as_options
+from ring_flash_attn.cli.app import app, as_options
 
 # What is wrong, and words of the answer; all of it on the CPU, and before anything is computed.
 WRONG = {
@@ -236,7 +234,6 @@ def test_version_of_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_names_are_those_of_what_they_name() -> None:
-    assert tuple(implementations._LIBRARIES) == results.LIBRARIES
     assert set(PRESETS) >= FORWARD_ONLY
     for name, long in DTYPES.items():
         assert dtype_name(find_dtype(name)) == long

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...kernels.base import kernel_names
-from ..results import BOTH
-from ..verdicts import Verdict, judge, machine_verdicts, rate_verdict
+from ..machine import Verdict, judge, machine_verdicts, rate_verdict
+from ..workload import BOTH
 from .facts import COMPUTE, NEAR, NEITHER, Facts
 from .parts import NCU_COMPUTE
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..cells import ON_CPU, cell, fastest, leanest, mib, run_times, speed_up
-from ..machine import versions
-from ..results import Results
-from ..verdicts import POOR
+from ..machine import POOR, versions
+from ..results import ON_CPU, Results, cell, least, mib, run_times, speed_up
 from .counters import METRICS, Counters
 from .facts import Facts, TimedPass
 from .findings import find, passes_name, short, verdicts
@@ -234,7 +232,8 @@ def comparison_lines(results: Results, base: str) -> Iterator[str]:
         for row in ran:
             cells = (f"{row.ms:.3f}", mib(row.peak_bytes), speed_up(row, own))
             yield _line(row.implementation, *cells)
-        for what, best in (("Fastest", fastest(ran)), ("Lowest memory", leanest(ran))):
+        for what, name in (("Fastest", "ms"), ("Lowest memory", "peak_bytes")):
+            best = least(ran, name)
             if best is not None:
                 yield f"{what}: {best.implementation}"
     missing = {row.implementation: row.failed for row in results.rows if row.failed is not None}

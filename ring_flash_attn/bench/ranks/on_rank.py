@@ -13,9 +13,8 @@ from ... import api
 from ...comm import agree, check_mode, gather_shards, launch, rank_and_size, resolve_group
 from ...plan.steps import Side
 from ..functions import PublicFunction, find_functions
-from ..inputs import problem_of
 from ..timing import WARM_UP, Stopwatch, Timing, Work, peak_bytes
-from ..workload import BOTH, FORWARD, Placement, Workload
+from ..workload import BOTH, FORWARD, Placement, Workload, problem_of
 from .arguments import own_arguments, packed_leaves
 from .target import Target
 

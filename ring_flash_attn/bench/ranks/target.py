@@ -11,9 +11,7 @@ from ...kernels.base import AUTO, check_kernel
 from ...plan.build import check_route
 from ...plan.layout import FLAT_PREFIX, get_layout
 from ..functions import PublicFunction, find_functions
-from ..inputs import resolve
-from ..versus import refuse_kernels
-from ..workload import Placement, Workload
+from ..workload import Placement, Workload, refuse_kernels, resolve
 from .arguments import own_arguments
 
 _Point = tuple[PublicFunction, str, str, bool]  # layout, route, whether documents are packed

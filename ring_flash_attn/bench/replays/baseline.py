@@ -29,8 +29,8 @@ from ...engine.attention import QKV
 from ...kernels.base import LIBRARIES, Call, load_kernel, why_not
 from ...kernels.native.blocks import Block, Library, LibraryKernel
 from ...plan.tiles import Mask
-from ..inputs import call_of
 from ..link import Link
+from ..workload import call_of
 from .emulated import EmulatedRanks
 from .rank import LibraryRanks, OutLse
 

@@ -12,9 +12,8 @@ from ...engine.attention import QKV, PreparedCall, backward, forward
 from ...engine.executor import Pool
 from ...engine.prepare import prepare_rank, prepare_virtual
 from ...plan.steps import Side
-from ..inputs import options_of, problem_of
 from ..link import Link
-from ..workload import BACKWARD, Placement, Workload
+from ..workload import BACKWARD, Placement, Workload, options_of, problem_of
 from .emulated import EmulatedRanks, RandomData, RecordedKernel, Recorder
 from .memory import pass_costs
 from .results import Bar, PassCost

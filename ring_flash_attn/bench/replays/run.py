@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..inputs import resolve
 from ..link import NONE, Link, find_link
 from ..machine import device_name, find_device, versions
 from ..timing import Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
-from ..workload import Placement, Workload
+from ..workload import Placement, Workload, resolve
 from .baseline import BaselinePasses, BaselineRanks, BlockAttention, NativeAttention
 from .emulated import check_link
 from .rank import LibraryRanks, ReplayedRank
