@@ -11,7 +11,7 @@ import typer
 from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..kernels.base import AUTO
-from ..verify.catalogue import BASE, FEATURES, VerifyOptions, make_calls
+from ..verify.catalogue import BASE, FEATURES, VerifyOptions, make_cases
 from .console import running, screen, usage_errors, write
 from .groups import check_backend, check_no_group, check_timeout, check_world_size, is_first_rank
 from .options import Backend, Device, JsonFile, Kernels, Layouts, Routes, Timeout, Versus
@@ -116,27 +116,27 @@ def verify(
             versus=baseline if compares else "",
         )
         group = "" if virtual else check_backend(backend, options.device, ranks)
-        calls = make_calls(options)
-        used = {call.placement.kernel for call in calls}
+        cases = make_cases(options)
+        used = {case.placement.kernel for case in cases}
         if versus is not None and used == {versus}:
             raise ValueError(f"--versus {versus}: no other --kernel is compared with it")
         if versus is not None and versus not in used:
             raise ValueError(f"--versus {versus}: the functions' own names say their kernel")
-        check_kernels(calls, options)
+        check_kernels(cases, options)
     console = screen(quiet=not prints)
     start = time.perf_counter()
-    results = []
-    with running(console, "verify", len(calls)) as (_, advance):
-        for result in check_all(calls, options, group, limit):
-            results.append(result)
+    found = []
+    with running(console, "verify", len(cases)) as (_, advance):
+        for case in check_all(cases, options, group, limit):
+            found.append(case)
             advance()
     seconds = time.perf_counter() - start
-    reports.print_report(console, results, verbose, seconds)
+    reports.print_report(console, found, verbose, seconds)
     if report:
-        reports.print_precision(console, results, versus, verbose > 0)
+        reports.print_precision(console, found, versus, verbose > 0)
     if markdown is not None and prints:
-        reports.write_markdown(markdown, results, options, seconds, verbose > 0)
+        reports.write_markdown(markdown, found, options, seconds, verbose > 0)
         console.print(f"wrote {markdown}", markup=False, soft_wrap=True)
     if json_file is not None and prints:
-        write(console, reports.verify_results(results, options, seconds), json_file)
-    raise typer.Exit(reports.exit_code(results))
+        write(console, reports.verify_results(found, options, seconds), json_file)
+    raise typer.Exit(reports.exit_code(found))

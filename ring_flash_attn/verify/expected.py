@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..bench.workload import Workload
+from .catalogue import Error
 from .oracle import Rules, oracle
 
 Tensors = dict[str, Tensor]  # by name: q, k, v, out, lse, sink or the gradient of one
@@ -17,38 +18,9 @@ FACTOR = 2.0  # how much worse than plain torch
 ROUNDINGS = 2.0  # width of the rounding band, in eps of the dtype,
 SUMMATION = 8.0  # and in eps of fp32, in which long sums are taken, each kernel in its own order
 FP64_BAND = 1e-12  # relative
-OUTPUTS = ("out", "lse")  # of the forward pass; other tensors are gradients
-ACCEPTED_OUTPUT, ACCEPTED_GRADIENT = 1e-2, 5e-2  # relative, for half precision
+ACCEPTED = {"outputs": 1e-2, "gradients": 5e-2}  # relative, for half precision
 _HALF = (torch.bfloat16, torch.float16)
 _ZERO = 1e-9  # a tensor this much smaller than the terms it is the sum of is zero
-
-
-@dataclass(frozen=True, slots=True)
-class Error:
-    """How far one tensor of one rank is from the expected one.
-
-    Attributes:
-        tensor: out, lse, dq, dk, dv or dsink.
-        rank: whose.
-        max, mean, rmse: of the absolute difference.
-        relative: largest difference over `Expected.size`, that of the whole tensor on all ranks.
-        plain: largest difference of plain torch in the same dtype, over the whole tensor.
-        limit: what `max` may be.
-    """
-
-    tensor: str
-    rank: int
-    max: float
-    mean: float
-    rmse: float
-    relative: float
-    plain: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        """Within the limit; a NaN is not."""
-        return self.max <= self.limit
 
 
 @dataclass(frozen=True)
@@ -81,7 +53,7 @@ class Expected:
         fp64, for which no relative error was ever set, the scale of the terms if nothing is left.
         """
         if self.dtype in _HALF:
-            return max(self.largest, self._band / ACCEPTED_GRADIENT * self.scale)
+            return max(self.largest, self._band / ACCEPTED["gradients"] * self.scale)
         return self.largest if self.largest > _ZERO * self.scale else self.scale
 
     @property
@@ -121,11 +93,14 @@ class Expected:
         )
 
 
+def kind_of(name: str) -> str:
+    """Of a tensor: what the forward pass returns, or a gradient."""
+    return "outputs" if name in ("out", "lse") else "gradients"
+
+
 def accepted_error(name: str, dtype: torch.dtype) -> float | None:
     """The relative error that has always been accepted here; None but for bf16 and fp16."""
-    if dtype not in _HALF:
-        return None
-    return ACCEPTED_OUTPUT if name in OUTPUTS else ACCEPTED_GRADIENT
+    return ACCEPTED[kind_of(name)] if dtype in _HALF else None
 
 
 def difference(got: Tensor, want: Tensor) -> Tensor:
