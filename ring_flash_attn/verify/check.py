@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -26,6 +26,9 @@ from .oracle import cut
 
 MOST_ERRORS = 3  # after so many crashes the rest is left out
 ONE_DEVICE = "one device"
+
+# Of the kernel `versus` and one workload: its name and tensors, by function, layout, route, rank.
+Baseline = dict[Any, tuple[str, Tensors]]
 
 
 # All cases.
@@ -127,21 +130,22 @@ def check_on_rank(
                 status = FAIL if asked == AUTO else CANNOT
                 yield replace(case, status=status, used_kernel=asked, reason=str(reason))
                 continue
-            case = replace(case, used_kernel=kernel)
-            parts = []
+            errors: list[Error] = []
+            differences: dict[str, tuple[Error, ...]] = {}
             for own, tensors in zip(ranks, found, strict=True):
                 right = _expected(case, own, device, own_sink=case.spread and not virtual)
-                errors = tuple(right[name].compare(name, own, x) for name, x in tensors.items())
-                status = PASS if all(error.passed for error in errors) else FAIL
-                differences = {}
-                if options.report:
-                    others = _others(case, tensors, own, baseline, options.versus)
-                    differences = {
-                        name: _differences(right, tensors, other, own)
-                        for name, other in others.items()
-                    }
-                parts.append(replace(case, status=status, errors=errors, differences=differences))
-            yield _merged(parts)
+                errors += [right[name].compare(name, own, x) for name, x in tensors.items()]
+                others = _others(case, kernel, tensors, own, baseline, options)
+                for what, other in others.items():
+                    apart = (right[n].compare(n, own, tensors[n], x) for n, x in other.items())
+                    differences[what] = (*differences.get(what, ()), *apart)
+            yield replace(
+                case,
+                status=PASS if all(error.passed for error in errors) else FAIL,
+                used_kernel=kernel,
+                errors=tuple(errors),
+                differences=differences,
+            )
 
 
 def _expected(case: Case, rank: int, device: torch.device, own_sink: bool) -> dict[str, Expected]:
@@ -153,50 +157,35 @@ def _expected(case: Case, rank: int, device: torch.device, own_sink: bool) -> di
         if name != "dsink"
     }
     if "dsink" in whole:
-        right["dsink"] = sink = whole["dsink"]
-    if "dsink" in whole and own_sink:
-        queries = tuple(tokens(case, "q", rank))
-        own = expected(case.workload, case.seed, device, queries)["dsink"]
+        sink = own = whole["dsink"]
+        if own_sink:
+            queries = tuple(tokens(case, "q", rank))
+            own = expected(case.workload, case.seed, device, queries)["dsink"]
         numbers = ("plain", "largest", "scale")
         most = {each: max(getattr(own, each), getattr(sink, each)) for each in numbers}
         right["dsink"] = replace(own, **most)
     return right
 
 
-# Two results of the same call.
-
-# Tensors of the kernel `versus`, and its name, by function, layout, route and rank.
-Baseline = dict[Any, tuple[str, Tensors]]
-
-
 def _others(
-    case: Case, found: Tensors, rank: int, baseline: Baseline, versus: str
+    case: Case, kernel: str, found: Tensors, rank: int, baseline: Baseline, options: VerifyOptions
 ) -> dict[str, Tensors]:
     """What a rank's tensors are compared with: one device, and the kernel `versus`."""
     others: dict[str, Tensors] = {}
-    device = found["out"].device
+    if not options.report:
+        return others
     if case.spread:
-        whole = call_on_one_device(case.workload, case.seed, case.used_kernel, device)
+        whole = call_on_one_device(case.workload, case.seed, kernel, found["out"].device)
         names = [name for name in found if name != "dsink"]  # a rank has a part of the sum
         others[ONE_DEVICE] = {name: part(case, name, whole[name], rank) for name in names}
     placement = case.placement
     key = (replace(case.function, prefix=""), placement.layout, placement.route, rank)
-    if placement.kernel == versus:
-        baseline[key] = case.used_kernel, found
-    elif key in baseline and baseline[key][0] != case.used_kernel:
-        others[versus] = baseline[key][1]
+    used, tensors = baseline.get(key, (kernel, found))
+    if placement.kernel == options.versus:
+        baseline[key] = kernel, found
+    elif used != kernel:
+        others[options.versus] = tensors
     return others
-
-
-def _differences(
-    right: Mapping[str, Expected], found: Tensors, other: Tensors, rank: int
-) -> tuple[Error, ...]:
-    """The other tensors may be as far from the right ones as these: limits are doubled."""
-    errors = (
-        replace(right[name], tensor=want).compare(name, rank, found[name])
-        for name, want in other.items()
-    )
-    return tuple(replace(each, plain=2 * each.plain, limit=2 * each.limit) for each in errors)
 
 
 # One call.

@@ -73,12 +73,15 @@ class Expected:
         accepted = accepted_error(name, self.dtype)
         return limit if accepted is None else min(limit, accepted * self.size)
 
-    def compare(self, name: str, rank: int, got: Tensor) -> Error:
-        """The error of what a rank computed."""
-        if got.shape != self.tensor.shape:
-            shapes = tuple(got.shape), tuple(self.tensor.shape)
-            raise ValueError(f"{name} has shape {shapes[0]}, not {shapes[1]}")
-        apart = difference(got, self.tensor)
+    def compare(self, name: str, rank: int, got: Tensor, other: Tensor | None = None) -> Error:
+        """The error of what a rank computed; or its difference from another result of the same.
+
+        That may be as far from the right one as this: limits double.
+        """
+        want, factor = (self.tensor, 1) if other is None else (other, 2)
+        if got.shape != want.shape:
+            raise ValueError(f"{name} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
+        apart = difference(got, want)
         count = max(1, apart.numel())
         worst = _largest(apart)
         return Error(
@@ -88,8 +91,8 @@ class Expected:
             mean=float(apart.sum()) / count,
             rmse=float(apart.square().sum() / count) ** 0.5,
             relative=worst / (self.size or 1.0),
-            plain=self.plain,
-            limit=self.limit(name),
+            plain=factor * self.plain,
+            limit=factor * self.limit(name),
         )
 
 
