@@ -30,7 +30,7 @@ from ..bench.workload import SHORT_DTYPES
 from ..plan.build import route_names
 from ..plan.layout import layout_names
 from .catalogue import CANNOT, ERROR, FAIL, LEFT_OUT, PASS, STATUSES, Case, Error, VerifyOptions
-from .expected import ACCEPTED, accepted_error, kind_of
+from .check import ACCEPTED, accepted_error, kind_of
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsink")
 READING = (

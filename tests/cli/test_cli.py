@@ -29,7 +29,7 @@ from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.verify import check
 from ring_flash_attn.verify.catalogue import PASS, Case, VerifyOptions, make_cases
-from ring_flash_attn.verify.expected import Expected, dropout_seed, expected
+from ring_flash_attn.verify.check import Expected, dropout_seed, expected
 from ring_flash_attn.verify.oracle import cut, cut_names
 from ring_flash_attn.verify.report import precision
 
