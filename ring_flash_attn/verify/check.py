@@ -142,7 +142,7 @@ def check_on_rank(
             errors: list[Error] = []
             differences: dict[str, tuple[Error, ...]] = {}
             for own, tensors in zip(ranks, found, strict=True):
-                right = _expected(case, own, device, own_sink=case.spread and not virtual)
+                right = expected_on_rank(case, own, device, case.spread and not virtual)
                 errors += [right[name].compare(name, own, x) for name, x in tensors.items()]
                 others = _others(case, kernel, tensors, own, baseline, options)
                 for what, other in others.items():
@@ -157,22 +157,22 @@ def check_on_rank(
             )
 
 
-def _expected(case: Case, rank: int, device: torch.device, own_sink: bool) -> dict[str, Expected]:
+def expected_on_rank(
+    case: Case, rank: int, device: torch.device, own_sink: bool
+) -> dict[str, Expected]:
     """A rank's part of what the oracle says; of dsink its own queries' part, or the whole."""
     whole = expected(case.workload, case.seed, device)
     right = {
         name: replace(each, tensor=part(case, name, each.tensor, rank))
         for name, each in whole.items()
-        if name != "dsink"
+        if not name.startswith("dsink")
     }
     if "dsink" in whole:
-        sink = own = whole["dsink"]
-        if own_sink:
-            queries = tuple(tokens(case, "q", rank))
-            own = expected(case.workload, case.seed, device, queries)["dsink"]
-        numbers = ("plain", "largest", "scale")
-        most = {each: max(getattr(own, each), getattr(sink, each)) for each in numbers}
-        right["dsink"] = replace(own, **most)
+        right["dsink"] = sink = whole["dsink"]
+    if "dsink" in whole and own_sink:
+        own = _sum_of_queries(part(case, "lse", whole["dsink by query"].tensor, rank))
+        largest = max(sink.largest, _magnitude(own))
+        right["dsink"] = replace(sink, tensor=own, largest=largest)
     return right
 
 
@@ -429,16 +429,11 @@ def make_inputs(workload: Workload, seed: int, device: torch.device) -> Tensors:
     return inputs
 
 
-@lru_cache(maxsize=16)
-def expected(
-    workload: Workload, seed: int, device: torch.device, rows: tuple[int, ...] | None = None
-) -> dict[str, Expected]:
-    """What the oracle says: out, lse, dq, dk, dv and, with a sink, dsink.
-
-    With `rows`, the loss depends on the outputs of these queries only.
-    """
-    right, parts = _attend(workload, seed, device, torch.float64, rows)
-    plain, _ = _attend(workload, seed, device, workload.torch_dtype, rows)
+@lru_cache(maxsize=4)
+def expected(workload: Workload, seed: int, device: torch.device) -> dict[str, Expected]:
+    """What the oracle says: out, lse, dq, dk, dv and, with a sink, dsink, also query by query."""
+    right, parts = _attend(workload, seed, device, torch.float64)
+    plain, _ = _attend(workload, seed, device, workload.torch_dtype)
     return {
         name: Expected(
             x,
@@ -452,11 +447,7 @@ def expected(
 
 
 def _attend(
-    workload: Workload,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: tuple[int, ...] | None,
+    workload: Workload, seed: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensors, Tensors]:
     """The naive formula in one dtype: out, lse and gradients; and what dq, dk and dsink sum up."""
     inputs = make_inputs(workload, seed, device)
@@ -467,25 +458,27 @@ def _attend(
     rules = Rules(**workload.options, alibi_slopes=inputs.get("slopes"), sink=sink, seed=drawn)
     cu_seqlens = workload.cu_seqlens, workload.cu_seqlens_k or workload.cu_seqlens
     out, lse = oracle(leaves["q"], leaves["k"], leaves["v"], rules, *cu_seqlens)
-    outputs, grads = [out], [_only(inputs["dout"].to(dtype), rows, -3)]
-    if "dlse" in inputs:
-        outputs.append(lse)
-        grads.append(_only(inputs["dlse"].to(dtype), rows, -1))
-    found = torch.autograd.grad(outputs, list(leaves.values()), grads, retain_graph=True)
-    named = {f"d{name}": grad for name, grad in zip(leaves, found, strict=True)}
-    delta = (out.detach() * grads[0]).sum(-1).transpose(-1, -2)
+    ends = {"dout": out, "dlse": lse}
+    grads = {name: inputs[name].to(dtype) for name in ends if name in inputs}
+    found = torch.autograd.grad(
+        [ends[name] for name in grads],
+        list(leaves.values()),
+        list(grads.values()),
+        retain_graph=True,
+    )
+    tensors = {"out": out.detach(), "lse": lse.detach()}
+    tensors |= {f"d{name}": grad for name, grad in zip(leaves, found, strict=True)}
+    products = (out.detach() * grads["dout"]).transpose(-2, -3)  # (…, nheads, seqlen, headdim)
+    delta = products.sum(-1)
     part = torch.autograd.grad(lse, [leaves["q"], leaves["k"]], delta)
     parts = dict(zip(("dq", "dk"), part, strict=True))
     if sink is not None:
-        terms = (out * grads[0]).detach().abs().sum(-1).transpose(-1, -2)
-        weighted = terms * (sink[:, None] - lse).detach().exp()
-        parts["dsink"] = weighted.transpose(-1, -2).flatten(0, -2).sum(0)
-    return {"out": out.detach(), "lse": lse.detach(), **named}, parts
+        share = (sink[:, None] - lse).detach().exp()
+        tensors["dsink by query"] = share * (grads.get("dlse", 0.0) - delta)
+        parts["dsink"] = _sum_of_queries(share * products.abs().sum(-1))
+    return tensors, parts
 
 
-def _only(grad: Tensor, rows: tuple[int, ...] | None, dim: int) -> Tensor:
-    """The gradient with zeros everywhere but in the rows."""
-    if rows is None:
-        return grad
-    index = torch.tensor(rows, dtype=torch.int64, device=grad.device)
-    return torch.zeros_like(grad).index_copy_(dim, index, grad.index_select(dim, index))
+def _sum_of_queries(x: Tensor) -> Tensor:
+    """By head, of a tensor like lse."""
+    return x.transpose(-1, -2).flatten(0, -2).sum(0)

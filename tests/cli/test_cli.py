@@ -242,11 +242,12 @@ def test_infinities_have_to_agree_and_nan_never_passes() -> None:
 
 def test_a_rank_answers_for_its_own_part_of_the_sink_gradient() -> None:
     (case, *_) = make_cases(VerifyOptions(names=("ring_flash_attn_func",), features=("sink",)))
-    given = case.workload, case.seed, torch.device("cpu")
-    total = case.workload.seqlen
-    parts = [expected(*given, tuple(cut("stripe", (total,), rank, 3))) for rank in range(3)]
-    whole = expected(*given)["dsink"].tensor
+    case = replace(case, workload=replace(case.workload, lse_grad=True))
+    cpu = torch.device("cpu")
+    parts = [check.expected_on_rank(case, rank, cpu, own_sink=True) for rank in range(4)]
+    whole = expected(case.workload, case.seed, cpu)["dsink"].tensor  # by autograd
     torch.testing.assert_close(sum(part["dsink"].tensor for part in parts), whole)
+    assert not torch.allclose(parts[0]["dsink"].tensor, whole)
 
 
 def test_the_expected_seed_is_the_one_that_the_library_draws() -> None:
