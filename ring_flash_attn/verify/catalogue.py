@@ -12,6 +12,9 @@ from ..bench.workload import Placement, Workload
 from ..kernels.base import AUTO
 from ..plan.layout import FLAT_PREFIX, layout_names
 
+OUTPUTS = ("out", "lse")
+TENSORS = (*OUTPUTS, "dq", "dk", "dv", "dsink")
+ACCEPTED_OUTPUT, ACCEPTED_GRADIENT = 1e-2, 5e-2  # relative, for half precision
 PASS, FAIL, CANNOT, ERROR, LEFT_OUT = STATUSES = ("pass", "fail", "cannot", "error", "left out")
 _TOGETHER = ("causal_window", "softcap", "alibi", "sink", "dropout", "lse_grad")
 # By name, what a feature changes in a workload; `_lengths` and `_lengths_k` do the rest.
@@ -80,7 +83,7 @@ class Error:
     """How far one tensor of one rank is from the expected one.
 
     Attributes:
-        tensor: out, lse, dq, dk, dv or dsink.
+        tensor: one of TENSORS.
         max, mean, rmse: of the absolute difference.
         relative: largest difference over `Expected.size`, that of the whole tensor on all ranks.
         plain: largest difference of plain torch in the same dtype, over the whole tensor.
@@ -100,6 +103,13 @@ class Error:
     def passed(self) -> bool:
         """Within the limit; a NaN is not."""
         return self.max <= self.limit
+
+
+def accepted_error(tensor: str, dtype: str) -> float | None:
+    """The relative error that has always been accepted here; None but for bf16 and fp16."""
+    if dtype not in ("bfloat16", "float16"):
+        return None
+    return ACCEPTED_OUTPUT if tensor in OUTPUTS else ACCEPTED_GRADIENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,22 @@ from ..bench.functions import find_functions
 from ..bench.inputs import call_of
 from ..bench.ranks.arguments import own_arguments, packed_leaves
 from ..bench.versus import refuse_kernels
-from ..bench.workload import Placement, Workload
+from ..bench.workload import Placement, Workload, dtype_name
 from ..comm import launch
 from ..engine.entry import run_virtual
 from ..kernels.base import AUTO, choose_kernel
-from .catalogue import CANNOT, ERROR, FAIL, LEFT_OUT, PASS, Case, Error, VerifyOptions
+from .catalogue import (
+    ACCEPTED_GRADIENT,
+    CANNOT,
+    ERROR,
+    FAIL,
+    LEFT_OUT,
+    PASS,
+    Case,
+    Error,
+    VerifyOptions,
+    accepted_error,
+)
 from .oracle import Rules, cut, oracle
 
 Tensors = dict[str, Tensor]  # by name: q, k, v, out, lse, sink or the gradient of one
@@ -32,7 +43,6 @@ FACTOR = 2.0  # how much worse than plain torch
 ROUNDINGS = 2.0  # width of the rounding band, in eps of the dtype,
 SUMMATION = 8.0  # and in eps of fp32, in which long sums are taken, each kernel in its own order
 FP64_BAND = 1e-12  # relative
-ACCEPTED = {"outputs": 1e-2, "gradients": 5e-2}  # relative, for half precision
 _HALF = (torch.bfloat16, torch.float16)
 _ZERO = 1e-9  # a tensor this much smaller than the terms it is the sum of is zero
 
@@ -316,7 +326,7 @@ class Expected:
         fp64, for which no relative error was ever set, the scale of the terms if nothing is left.
         """
         if self.dtype in _HALF:
-            return max(self.largest, self._band / ACCEPTED["gradients"] * self.scale)
+            return max(self.largest, self._band / ACCEPTED_GRADIENT * self.scale)
         return self.largest if self.largest > _ZERO * self.scale else self.scale
 
     @property
@@ -333,7 +343,7 @@ class Expected:
         if self.dtype is torch.float64:
             return FP64_BAND * self.scale
         limit = FACTOR * self.plain + self._band * self.scale
-        accepted = accepted_error(name, self.dtype)
+        accepted = accepted_error(name, dtype_name(self.dtype))
         return limit if accepted is None else min(limit, accepted * self.size)
 
     def compare(self, name: str, rank: int, got: Tensor, other: Tensor | None = None) -> Error:
@@ -357,16 +367,6 @@ class Expected:
             plain=factor * self.plain,
             limit=factor * self.limit(name),
         )
-
-
-def kind_of(name: str) -> str:
-    """Of a tensor: what the forward pass returns, or a gradient."""
-    return "outputs" if name in ("out", "lse") else "gradients"
-
-
-def accepted_error(name: str, dtype: torch.dtype) -> float | None:
-    """The relative error that has always been accepted here; None but for bf16 and fp16."""
-    return ACCEPTED[kind_of(name)] if dtype in _HALF else None
 
 
 def difference(got: Tensor, want: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from ring_flash_attn.bench.functions import function_names
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
+from ring_flash_attn.cli.verify import precision
 from ring_flash_attn.comm import launch
 from ring_flash_attn.kernels import base, reference
 from ring_flash_attn.kernels.base import kernel_names
@@ -31,7 +32,6 @@ from ring_flash_attn.verify import check
 from ring_flash_attn.verify.catalogue import PASS, Case, VerifyOptions, make_cases
 from ring_flash_attn.verify.check import Expected, dropout_seed, expected
 from ring_flash_attn.verify.oracle import cut, cut_names
-from ring_flash_attn.verify.report import precision
 
 
 def rfa(*arguments: str) -> Result:

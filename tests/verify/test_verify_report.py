@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.cli.app import app
+from ring_flash_attn.cli.verify import accepted_in_words, precision, verify_results, write_markdown
 from ring_flash_attn.verify.catalogue import (
     ERROR,
     FAIL,
@@ -19,12 +20,6 @@ from ring_flash_attn.verify.catalogue import (
     Error,
     VerifyOptions,
     make_cases,
-)
-from ring_flash_attn.verify.report import (
-    accepted_in_words,
-    precision,
-    verify_results,
-    write_markdown,
 )
 
 
