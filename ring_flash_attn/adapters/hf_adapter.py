@@ -1,17 +1,9 @@
 """Ring attention for Hugging Face transformers, in the place of its flash attention.
 
-The model is replicated and every rank runs it on its own contiguous slice of one packed
-sequence, batch size 1, with `position_ids` of the slice::
-
-    substitute_hf_flash_attn(group, heads_k_stride=1)
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ring_attention")
-    for input_ids, position_ids, cu_seqlens in batches:         # global; rank r holds slice r
-        update_ring_flash_attn_params(cu_seqlens, group)
-        model(input_ids[:, mine], position_ids=position_ids[:, mine])
-
-`"ring_attention"` needs no flash_attn. `"flash_attention_2"` (3, 4) is substituted as well:
-transformers checks that flash_attn is installed when a model is built with it, and no longer
-when `model.config._attn_implementation = "flash_attention_2"` is set afterwards.
+Every rank runs the whole model on its own contiguous slice of one packed sequence; docs/usage.md
+shows how. transformers checks that flash_attn is installed when a model is built with
+"flash_attention_2", and no longer when `model.config._attn_implementation` is set afterwards.
+"ring_attention" needs none.
 """
 
 from __future__ import annotations
@@ -87,14 +79,12 @@ def update_ring_flash_attn_params(
 ) -> None:
     """Tell the substituted attention which documents the next forward passes hold.
 
-    A forward pass that has begun keeps its documents, also when checkpointing recomputes it.
+    A forward pass that has begun keeps its documents, also when checkpointing recomputes it. With
+    `RFA_CHECK=values`, ranks that were told different documents raise a ValueError.
 
     Args:
         cu_seqlens: (documents + 1,), the *global* cumulative lengths of the packed sequence.
         process_group: the ranks that share the sequence, in the order of their slices.
-
-    Raises:
-        ValueError: with `RFA_CHECK=values`, on every rank, if they were told different documents.
     """
     rank, world_size = rank_and_size(process_group)
     if check_mode() == "values":  # at every update: a rank cannot know whether the others changed
@@ -111,13 +101,8 @@ def shift_labels(
     """Make the targets of this rank's tokens: each has the label of the token after it.
 
     A model that gets `labels` of a slice shifts them itself, and the last token of the slice loses
-    its target, which the next rank holds. Hand it the result as `shift_labels` (and as `labels`,
-    without which it computes no loss)::
-
-        targets = shift_labels(labels, cu_seqlens, group)
-        model(..., labels=targets, shift_labels=targets, num_items_in_batch=targets_of_all_ranks)
-
-    With `num_items_in_batch` the losses of the ranks add up to the loss of the whole sequence.
+    its target, which the next rank holds. Hand it the result as `shift_labels`, and as `labels`,
+    without which it computes no loss.
 
     Args:
         labels: (..., tokens) of the whole packed sequence.
@@ -344,16 +329,28 @@ def substitute_hf_flash_attn(process_group: ProcessGroup | None, heads_k_stride:
     Args:
         process_group: the ranks that share the sequence.
         heads_k_stride: how many key heads travel at a time; it must divide the model's.
-
-    Raises:
-        ValueError: no candidate takes the parameters of the installed transformers.
     """
     from transformers import PreTrainedModel
 
     current = _flash_utils()._flash_attention_forward
     original = _original(current)
-    ring = _matching(create_ring_flash_attention_forward(process_group, heads_k_stride), original)
-    dispatch = _dispatch(ring, original)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p for p in inspect.signature(original).parameters.values() if p.kind not in variadic]
+    required = [p.name for p in named if p.default is p.empty]
+    optional = [p.name for p in named if p.default is not p.empty]
+    ring = _matching(
+        create_ring_flash_attention_forward(process_group, heads_k_stride), required, optional
+    )
+
+    @functools.wraps(original)
+    def dispatch(*args: Any, **kwargs: Any) -> Tensor:
+        if not RING_ATTN_SWITCH:
+            return original(*args, **kwargs)
+        # by position what a project may have named in its own way
+        by_position = [kwargs.pop(name) for name in required[len(args) :] if name in kwargs]
+        return ring(*args, *by_position, **kwargs)
+
+    _replaced[dispatch] = original
     # where it is defined and wherever a model has imported it by name
     name = "_flash_attention_forward"
     for path, module in list(sys.modules.items()):
@@ -382,10 +379,9 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _matching(
-    candidates: list[Callable[..., Tensor]], original: Callable[..., Tensor]
+    candidates: list[Callable[..., Tensor]], required: list[str], optional: list[str]
 ) -> Callable[..., Tensor]:
-    """Take the first candidate that binds a call with every parameter of the original."""
-    required, optional = _parameters(original)
+    """Take the first candidate that can be called with all parameters of the original."""
     reasons = []
     for candidate in candidates:
         try:
@@ -401,31 +397,6 @@ def _matching(
         f"{transformers.__version__} calls flash attention, with {', '.join(required)} by position "
         f"and {', '.join(optional)} by name: {'; '.join(reasons)}"
     )
-
-
-def _parameters(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
-    """Names of the required and of the optional parameters."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [p for p in inspect.signature(function).parameters.values() if p.kind not in variadic]
-    required = [p.name for p in named if p.default is p.empty]
-    return required, [p.name for p in named if p.default is not p.empty]
-
-
-def _dispatch(
-    ring: Callable[..., Tensor], original: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    required, _ = _parameters(original)
-
-    @functools.wraps(original)
-    def flash_or_ring(*args: Any, **kwargs: Any) -> Tensor:
-        if not RING_ATTN_SWITCH:
-            return original(*args, **kwargs)
-        # by position what a project may have named in its own way
-        by_position = [kwargs.pop(name) for name in required[len(args) :] if name in kwargs]
-        return ring(*args, *by_position, **kwargs)
-
-    _replaced[flash_or_ring] = original
-    return flash_or_ring
 
 
 def _register_interfaces() -> None:

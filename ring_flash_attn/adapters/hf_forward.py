@@ -253,12 +253,9 @@ def check_positions(
     """Refuse positions that contradict the documents; one device sync if they do not.
 
     Positions in the whole sequence, across documents, are accepted too: rotary embeddings see
-    differences alone. `RFA_CHECK=off` accepts all, for those who change positions on purpose. Zeros
-    up to the end of the sequence are padding, whether it is part of the last document or one of
-    its own.
-
-    Positions are (1, size), or (axes, 1, size) of multimodal models. With several axes only this is
-    known: all are 0 at the start of a document, and nowhere else.
+    differences alone. Zeros up to the end of the sequence are padding, in the last document or as
+    one of its own. Of (axes, 1, size) in multimodal models only this is known: all axes are 0 at
+    the start of a document, and nowhere else.
     """
     if check_mode() == "off":
         return
