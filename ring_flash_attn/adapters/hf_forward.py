@@ -185,12 +185,8 @@ def _note_backward(output: Any, documents: Documents) -> None:
 
 def _equal(one: Documents, other: Documents) -> bool:
     """Whether they say the same; the same tensors, as a rule, which are not read."""
-    if any(one[key] != other[key] for key in ("max_seqlen_q", "max_seqlen_k", "local_k_slice")):
-        return False
-    return all(
-        one[key] is other[key] or torch.equal(one[key], other[key])
-        for key in ("cu_seqlens_q", "cu_seqlens_k")
-    )
+    pairs = [(one[key], other[key]) for key in reversed(list(one))]  # numbers before tensors
+    return all(a is b or (torch.equal(a, b) if isinstance(a, Tensor) else a == b) for a, b in pairs)
 
 
 def _world_size(group: ProcessGroup | None) -> int:

@@ -21,17 +21,12 @@ from ..bench.results import BOTH, VERIFY, Results, Row, check_output
 from ..bench.workload import SHORT_DTYPES, Workload
 from ..kernels.base import AUTO
 from ..verify.catalogue import (
-    ACCEPTED_GRADIENT,
-    ACCEPTED_OUTPUT,
+    ACCEPTED,
     BASE,
     CANNOT,
-    ERROR,
-    FAIL,
     FEATURES,
-    LEFT_OUT,
     PASS,
     STATUSES,
-    TENSORS,
     Case,
     Error,
     VerifyOptions,
@@ -56,14 +51,7 @@ READING_DIFFERENCES = (
     "kernel, and of one kernel from another. accepted: the same limits; the exit code does not "
     "depend on them."
 )
-_STYLES = {  # the worst first
-    ERROR: "bold red",
-    FAIL: "bold red",
-    LEFT_OUT: "red",
-    PASS: "green",
-    CANNOT: "yellow",
-}
-_BAD = (ERROR, FAIL, LEFT_OUT)
+_STYLES = dict(zip(STATUSES, ("bold red", "bold red", "red", "green", "yellow")))
 _HEADS = ("function", "layout × route × kernel", "dtype")
 _NUMBERS = ("max", "mean", "rmse", "relative")
 _COLUMNS = ("tensor", "rank", *_NUMBERS, "accepted", "")
@@ -192,8 +180,8 @@ def verify(
 
 def exit_code(cases: Sequence[Case]) -> int:
     """1 if anything failed, or nothing could be run."""
-    found = {case.status for case in cases}
-    return int(PASS not in found or any(status in found for status in _BAD))
+    ran = any(case.status == PASS for case in cases)
+    return int(any(case.bad for case in cases) or not ran)
 
 
 # Groups and names.
@@ -228,16 +216,16 @@ def _name(case: Case) -> str:
     return "{} ({}), {}, ".format(*_heads(case)) + _what(case)
 
 
-def _counts(cases: Iterable[Case], order: Iterable[str] = STATUSES) -> dict[str, int]:
+def _counts(cases: Iterable[Case]) -> dict[str, int]:
     """How many of each status."""
     found = Counter(case.status for case in cases)
-    return {status: found[status] for status in order if found[status]}
+    return {status: found[status] for status in STATUSES if found[status]}
 
 
 def _statuses(cases: Iterable[Case], numbers: bool = True) -> str:
     return ", ".join(
         f"[{_STYLES[status]}]{f'{count} ' if numbers else ''}{status}[/]"
-        for status, count in _counts(cases, _STYLES).items()
+        for status, count in _counts(cases).items()
     )
 
 
@@ -248,7 +236,7 @@ def print_report(console: Console, cases: Sequence[Case], verbose: int, seconds:
     """The table (verbose 1: a row for each case, 2: for each tensor and rank), and the summary."""
     console.print(_details(cases) if verbose > 1 else _overview(cases, each=verbose == 1))
     for case in cases:
-        if case.status in _BAD:
+        if case.bad:
             console.print("\n".join(_complaint(case)))
     reasons = Counter(case.reason for case in cases if case.status == CANNOT)
     for reason, count in reasons.items():
@@ -261,7 +249,7 @@ def print_report(console: Console, cases: Sequence[Case], verbose: int, seconds:
 
 def _overview(cases: Iterable[Case], each: bool) -> Table:
     """A row for each function, point and dtype with its worst errors; or for each single case."""
-    numbers = (*TENSORS, "worst\nrank")
+    numbers = (*ACCEPTED, "worst\nrank")
     texts, right = ((*_HEADS, "case"), numbers) if each else (_HEADS, ("cases", *numbers))
     table = make_table(texts, right)
     table.add_column("")
@@ -271,7 +259,7 @@ def _overview(cases: Iterable[Case], each: bool) -> Table:
             table.add_row(
                 *_heads(rows[0]),
                 _what(rows[0]) if each else str(len(rows)),
-                *(_brief(e.relative for e in errors if e.tensor == tensor) for tensor in TENSORS),
+                *(_brief(e.relative for e in errors if e.tensor == tensor) for tensor in ACCEPTED),
                 str(max(errors, key=_use).rank) if errors else "",
                 _statuses(rows, numbers=len(_counts(rows)) > 1),
             )
@@ -330,7 +318,7 @@ def accepted_in_words(cases: Iterable[Case]) -> Iterator[str]:
                 largest[accepted] = max(largest.get(accepted, 0.0), error.relative)
     parts = [
         f"{what} {largest[accepted]:.1e} (accepted: < {accepted:.0e})"
-        for what, accepted in (("outputs", ACCEPTED_OUTPUT), ("gradients", ACCEPTED_GRADIENT))
+        for what, accepted in (("outputs", ACCEPTED["out"]), ("gradients", ACCEPTED["dq"]))
         if accepted in largest
     ]
     if parts:
@@ -361,7 +349,7 @@ def precision(cases: Iterable[Case], by_rank: bool, what: str = "Precision") -> 
 def _precision_rows(group: Sequence[Case], by_rank: bool) -> Iterator[list[str]]:
     case = group[0]
     errors = sorted((e for each in group for e in each.errors), key=lambda e: e.rank)
-    for tensor in TENSORS:
+    for tensor in ACCEPTED:
         own = [e for e in errors if e.tensor == tensor]
         ranks = {"all" if case.spread else "": own} if own else {}
         if by_rank and case.spread:

@@ -12,10 +12,10 @@ from ..bench.workload import Placement, Workload
 from ..kernels.base import AUTO
 from ..plan.layout import FLAT_PREFIX, layout_names
 
-OUTPUTS = ("out", "lse")
-TENSORS = (*OUTPUTS, "dq", "dk", "dv", "dsink")
-ACCEPTED_OUTPUT, ACCEPTED_GRADIENT = 1e-2, 5e-2  # relative, for half precision
-PASS, FAIL, CANNOT, ERROR, LEFT_OUT = STATUSES = ("pass", "fail", "cannot", "error", "left out")
+# By tensor, the relative error that has always been accepted here, in half precision.
+ACCEPTED = {"out": 1e-2, "lse": 1e-2, "dq": 5e-2, "dk": 5e-2, "dv": 5e-2, "dsink": 5e-2}
+# What becomes of a case, the worst first.
+ERROR, FAIL, LEFT_OUT, PASS, CANNOT = STATUSES = ("error", "fail", "left out", "pass", "cannot")
 _TOGETHER = ("causal_window", "softcap", "alibi", "sink", "dropout", "lse_grad")
 # By name, what a feature changes in a workload; `_lengths` and `_lengths_k` do the rest.
 FEATURES: Mapping[str, Callable[[Workload], dict[str, Any]]] = {
@@ -83,7 +83,7 @@ class Error:
     """How far one tensor of one rank is from the expected one.
 
     Attributes:
-        tensor: one of TENSORS.
+        tensor: one of ACCEPTED.
         max, mean, rmse: of the absolute difference.
         relative: largest difference over `Expected.size`, that of the whole tensor on all ranks.
         plain: largest difference of plain torch in the same dtype, over the whole tensor.
@@ -106,10 +106,8 @@ class Error:
 
 
 def accepted_error(tensor: str, dtype: str) -> float | None:
-    """The relative error that has always been accepted here; None but for bf16 and fp16."""
-    if dtype not in ("bfloat16", "float16"):
-        return None
-    return ACCEPTED_OUTPUT if tensor in OUTPUTS else ACCEPTED_GRADIENT
+    """Relative; None but for bf16 and fp16."""
+    return ACCEPTED[tensor] if dtype in ("bfloat16", "float16") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +135,11 @@ class Case:
     errors: tuple[Error, ...] = ()
     reason: str = ""
     differences: Mapping[str, tuple[Error, ...]] = field(default_factory=dict)
+
+    @property
+    def bad(self) -> bool:
+        """Whether it makes the run fail."""
+        return self.status in (ERROR, FAIL, LEFT_OUT)
 
     @property
     def spread(self) -> bool:

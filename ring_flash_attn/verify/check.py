@@ -21,7 +21,7 @@ from ..comm import launch
 from ..engine.entry import run_virtual
 from ..kernels.base import AUTO, choose_kernel
 from .catalogue import (
-    ACCEPTED_GRADIENT,
+    ACCEPTED,
     CANNOT,
     ERROR,
     FAIL,
@@ -326,7 +326,7 @@ class Expected:
         fp64, for which no relative error was ever set, the scale of the terms if nothing is left.
         """
         if self.dtype in _HALF:
-            return max(self.largest, self._band / ACCEPTED_GRADIENT * self.scale)
+            return max(self.largest, self._band / ACCEPTED["dq"] * self.scale)
         return self.largest if self.largest > _ZERO * self.scale else self.scale
 
     @property

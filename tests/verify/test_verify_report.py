@@ -84,7 +84,7 @@ def test_markdown_names_what_was_not_measured(tmp_path: Path) -> None:
     options = VerifyOptions(world_size=2)
     write_markdown(tmp_path / "new" / "report.md", [*CASES, broken], options, 1.5, by_rank=True)
     text = (tmp_path / "new" / "report.md").read_text()
-    assert "5 cases: 4 pass, 1 error (1.5 s)" in text
+    assert "5 cases: 1 error, 4 pass (1.5 s)" in text
     row = f"| `{RING}` | contiguous × ring × reference | bf16 | 2 | out | 1 | 2.00e+00 | 5.00e-01 "
     assert row + "| 1.00e+00 | 3.00e-03 | < 1e-02 | within |" in text
     assert "bf16, causal, batch: error: KeyError: 'a mistake'" in text
