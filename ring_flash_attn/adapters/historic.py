@@ -52,18 +52,16 @@ def update_out_and_lse(
         if slice_ is not None:
             raise ValueError(f"slice_={slice_!r} of a first block: out and lse are None")
         return block_out.to(torch.float32, copy=True), block_lse  # ours to write a slice into
-    block_out = block_out.to(torch.float32)
-    if slice_ is None:
-        return _merge(out, lse, block_out, block_lse)
-    out[slice_], lse[slice_] = _merge(out[slice_], lse[slice_], block_out, block_lse)
-    return out, lse
-
-
-def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    merged = torch.logaddexp(lse, block_lse)
-    reference = merged.masked_fill(merged == -torch.inf, 0.0)  # −inf − 0: weight 0, not NaN
+    rows = ... if slice_ is None else slice_
+    old_out, old_lse = out[rows], lse[rows]
+    new_lse = torch.logaddexp(old_lse, block_lse)
+    reference = new_lse.masked_fill(new_lse == -torch.inf, 0.0)  # −inf − 0: weight 0, not NaN
     weight = (block_lse - reference).exp()
-    return out - weight * (out - block_out), merged
+    new_out = old_out - weight * (old_out - block_out.to(torch.float32))
+    if slice_ is None:
+        return new_out, new_lse
+    out[rows], lse[rows] = new_out, new_lse
+    return out, lse
 
 
 def flatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor) -> Tensor:
