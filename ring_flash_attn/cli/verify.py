@@ -25,6 +25,7 @@ from ..verify.catalogue import (
     BASE,
     CANNOT,
     FEATURES,
+    ORACLE,
     PASS,
     STATUSES,
     Case,
@@ -326,24 +327,25 @@ def accepted_in_words(cases: Iterable[Case]) -> Iterator[str]:
 Section = tuple[str, list[list[str]]]  # a title, and rows of _HEADS, "cases", _COLUMNS
 
 
-def precision(cases: Iterable[Case], by_rank: bool, what: str = "Precision") -> Iterator[Section]:
+def precision(cases: Iterable[Case], by_rank: bool, versus: str = ORACLE) -> Iterator[Section]:
     """The worst errors of each tensor over cases and ranks, those on one device first.
 
     `by_rank`: also of each rank.
     """
-    groups = _groups(case for case in cases if case.errors)
+    what = "Precision" if versus == ORACLE else f"Difference from {versus}"
+    groups = _groups(case for case in cases if case.compared.get(versus))
     for spread in (False, True):
         own = [group for group in groups if group[0].spread is spread]
         if own:
             size = own[0][0].placement.world_size
             where = f"{size} rank{'s' * (size > 1)}" if spread else "one device"
-            rows = [row for group in own for row in _precision_rows(group, by_rank)]
+            rows = [row for group in own for row in _precision_rows(group, by_rank, versus)]
             yield f"{what} on {where}", rows
 
 
-def _precision_rows(group: Sequence[Case], by_rank: bool) -> Iterator[list[str]]:
+def _precision_rows(group: Sequence[Case], by_rank: bool, versus: str) -> Iterator[list[str]]:
     case = group[0]
-    errors = sorted((e for each in group for e in each.errors), key=lambda e: e.rank)
+    errors = sorted((e for each in group for e in each.compared[versus]), key=lambda e: e.rank)
     for tensor in ACCEPTED:
         own = [e for e in errors if e.tensor == tensor]
         ranks = {"all" if case.spread else "": own} if own else {}
@@ -363,13 +365,12 @@ def _report(cases: Sequence[Case], versus: str | None, by_rank: bool) -> Iterato
     """Errors; differences from one device and from the kernel `versus`; how to read them."""
     yield from precision(cases, by_rank)
     yield READING
-    compared = dict.fromkeys(name for case in cases for name in case.differences)
-    if versus and versus not in compared:
+    others = dict.fromkeys(what for case in cases for what in case.compared if what != ORACLE)
+    if versus and versus not in others:
         yield f"--versus {versus}: no other kernel was used"
-    for other in compared:
-        own = [replace(case, errors=case.differences.get(other, ())) for case in cases]
-        yield from precision(own, by_rank, f"Difference from {other}")
-    if compared:
+    for other in others:
+        yield from precision(cases, by_rank, other)
+    if others:
         yield READING_DIFFERENCES
 
 
@@ -443,6 +444,7 @@ def verify_results(cases: Sequence[Case], options: VerifyOptions, seconds: float
 
 
 def _case(case: Case) -> dict[str, Any]:
+    compared = {what: [*map(_error, errors)] for what, errors in case.compared.items()}
     return {
         "function": case.function.name,
         "form": case.function.form,
@@ -455,10 +457,8 @@ def _case(case: Case) -> dict[str, Any]:
         "status": case.status,
         "used_kernel": case.used_kernel,
         "reason": case.reason,
-        "tensors": [_error(each) for each in case.errors],
-        "differences": {
-            versus: [_error(each) for each in errors] for versus, errors in case.differences.items()
-        },
+        "tensors": compared.pop(ORACLE, []),
+        "differences": compared,
     }
 
 

@@ -14,6 +14,7 @@ from ..plan.layout import FLAT_PREFIX, layout_names
 
 # By tensor, the relative error that has always been accepted here, in half precision.
 ACCEPTED = {"out": 1e-2, "lse": 1e-2, "dq": 5e-2, "dk": 5e-2, "dv": 5e-2, "dsink": 5e-2}
+ORACLE, ONE_DEVICE = "oracle", "one device"
 # What becomes of a case, the worst first.
 ERROR, FAIL, LEFT_OUT, PASS, CANNOT = STATUSES = ("error", "fail", "left out", "pass", "cannot")
 _TOGETHER = ("causal_window", "softcap", "alibi", "sink", "dropout", "lse_grad")
@@ -120,9 +121,9 @@ class Case:
         seed: of the inputs; dropout's own is drawn from it.
         status: one of STATUSES; "" before it is run.
         used_kernel: the one that `placement.kernel` came to.
-        errors: against the oracle.
+        compared: errors by what they are from: ORACLE; for the report also ONE_DEVICE, and another
+            kernel by its name.
         reason: why there are none.
-        differences: from one device, and from another kernel, by its name; only for the report.
     """
 
     function: PublicFunction
@@ -132,9 +133,13 @@ class Case:
     seed: int = 0
     status: str = ""
     used_kernel: str = ""
-    errors: tuple[Error, ...] = ()
+    compared: Mapping[str, tuple[Error, ...]] = field(default_factory=dict)
     reason: str = ""
-    differences: Mapping[str, tuple[Error, ...]] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> tuple[Error, ...]:
+        """Against the oracle."""
+        return self.compared.get(ORACLE, ())
 
     @property
     def bad(self) -> bool:

@@ -26,6 +26,8 @@ from .catalogue import (
     ERROR,
     FAIL,
     LEFT_OUT,
+    ONE_DEVICE,
+    ORACLE,
     PASS,
     Case,
     Error,
@@ -37,7 +39,6 @@ from .oracle import Rules, cut, oracle
 Tensors = dict[str, Tensor]  # by name: q, k, v, out, lse, sink or the gradient of one
 
 MOST_ERRORS = 3  # after so many crashes the rest is left out
-ONE_DEVICE = "one device"
 
 FACTOR = 2.0  # how much worse than plain torch
 ROUNDINGS = 2.0  # width of the rounding band, in eps of the dtype,
@@ -117,14 +118,11 @@ def _spawned(
 def _merged(ranks: Sequence[Case]) -> Case:
     """One case of what all ranks found; the first that did not pass has the status."""
     worst = next((each for each in ranks if each.status != PASS), ranks[0])
-    return replace(
-        worst,
-        errors=tuple(error for each in ranks for error in each.errors),
-        differences={
-            versus: tuple(error for each in ranks for error in each.differences.get(versus, ()))
-            for versus in worst.differences
-        },
-    )
+    compared: dict[str, tuple[Error, ...]] = {}
+    for each in ranks:
+        for what, errors in each.compared.items():
+            compared[what] = (*compared.get(what, ()), *errors)
+    return replace(worst, compared=compared)
 
 
 def check_on_rank(
@@ -149,22 +147,15 @@ def check_on_rank(
                 status = FAIL if asked == AUTO else CANNOT
                 yield replace(case, status=status, used_kernel=asked, reason=str(reason))
                 continue
-            errors: list[Error] = []
-            differences: dict[str, tuple[Error, ...]] = {}
+            compared: dict[str, tuple[Error, ...]] = {}
             for own, tensors in zip(ranks, found, strict=True):
                 right = expected_on_rank(case, own, device, case.spread and not virtual)
-                errors += [right[name].compare(name, own, x) for name, x in tensors.items()]
                 others = _others(case, kernel, tensors, own, baseline, options)
                 for what, other in others.items():
-                    apart = (right[n].compare(n, own, tensors[n], x) for n, x in other.items())
-                    differences[what] = (*differences.get(what, ()), *apart)
-            yield replace(
-                case,
-                status=PASS if all(error.passed for error in errors) else FAIL,
-                used_kernel=kernel,
-                errors=tuple(errors),
-                differences=differences,
-            )
+                    errors = (right[n].compare(n, own, tensors[n], x) for n, x in other.items())
+                    compared[what] = (*compared.get(what, ()), *errors)
+            status = PASS if all(error.passed for error in compared[ORACLE]) else FAIL
+            yield replace(case, status=status, used_kernel=kernel, compared=compared)
 
 
 def expected_on_rank(
@@ -188,9 +179,9 @@ def expected_on_rank(
 
 def _others(
     case: Case, kernel: str, found: Tensors, rank: int, baseline: Baseline, options: VerifyOptions
-) -> dict[str, Tensors]:
-    """What a rank's tensors are compared with: one device, and the kernel `versus`."""
-    others: dict[str, Tensors] = {}
+) -> dict[str, dict[str, Tensor | None]]:
+    """What a rank's tensors are compared with: the oracle (None), one device, a kernel."""
+    others: dict[str, dict[str, Tensor | None]] = {ORACLE: dict.fromkeys(found)}
     if not options.report:
         return others
     if case.spread:
@@ -203,7 +194,7 @@ def _others(
     if placement.kernel == options.versus:
         baseline[key] = kernel, found
     elif used != kernel:
-        others[options.versus] = tensors
+        others[options.versus] = {**tensors}
     return others
 
 

@@ -15,6 +15,7 @@ from ring_flash_attn.cli.verify import accepted_in_words, precision, verify_resu
 from ring_flash_attn.verify.catalogue import (
     ERROR,
     FAIL,
+    ORACLE,
     PASS,
     Case,
     Error,
@@ -33,7 +34,7 @@ def error(tensor: str, rank: int, size: float, relative: float) -> Error:
 
 
 def passed(asked: Case, *errors: Error) -> Case:
-    return replace(asked, status=PASS, used_kernel="reference", errors=errors)
+    return replace(asked, status=PASS, used_kernel="reference", compared={ORACLE: errors})
 
 
 RING, ALONE = "ring_flash_attn_func", "flash_attn_func"
@@ -92,7 +93,7 @@ def test_markdown_names_what_was_not_measured(tmp_path: Path) -> None:
 
 def test_infinities_can_be_written(tmp_path: Path) -> None:
     wrong = replace(CASES[0].errors[0], max=float("inf"))
-    failed = replace(CASES[0], status=FAIL, errors=(wrong,))
+    failed = replace(CASES[0], status=FAIL, compared={ORACLE: (wrong,)})
     verify_results([failed], VerifyOptions(), 1.0).save(tmp_path / "report.json")
     (row,) = load(tmp_path / "report.json").rows
     assert (row.errors["out"]["max"], row.errors["out"]["passed"]) == ("inf", False)
