@@ -1,28 +1,21 @@
 """Ring attention for Hugging Face transformers, in the place of its flash attention.
 
-The model is replicated and every rank runs it on its own contiguous slice of one packed
-sequence, batch size 1, with `position_ids` of the slice::
-
-    substitute_hf_flash_attn(group, heads_k_stride=1)
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ring_attention")
-    for input_ids, position_ids, cu_seqlens in batches:         # global; rank r holds slice r
-        update_ring_flash_attn_params(cu_seqlens, group)
-        model(input_ids[:, mine], position_ids=position_ids[:, mine])
-
-`"ring_attention"` needs no flash_attn. `"flash_attention_2"` (3, 4) is substituted as well:
-transformers checks that flash_attn is installed when a model is built with it, and no longer
-when `model.config._attn_implementation = "flash_attention_2"` is set afterwards.
+Every rank runs the whole model on its own contiguous slice of one packed sequence; docs/usage.md
+shows how. transformers checks that flash_attn is installed when a model is built with
+"flash_attention_2", and no longer when `model.config._attn_implementation` is set afterwards.
+"ring_attention" needs none.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,7 +25,7 @@ from ..api.llama3 import llama3_flash_attn_prepare_cu_seqlens
 from ..comm import agree, check_mode, rank_and_size, resolve_group
 from ..engine.checks import CuSeqlens, check_integer, check_tensor, document_lengths
 from ..engine.entry import document_values
-from . import hf_arguments, hf_forward
+from . import hf_forward
 from .hf_models import RING_IMPLEMENTATION
 
 if TYPE_CHECKING:
@@ -47,13 +40,27 @@ RING_ATTN_SWITCH = True
 
 _DOCUMENT_KEYS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
 
-# What transformers called before the substitution: its forward, by the one in its place (one entry,
-# or none), and its attention functions, by attn_implementation.
-_dispatches: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
-_interfaces: dict[str, Callable[..., Any]] = {}
-_model_calls: list[Callable[..., Any]] = []  # PreTrainedModel.__call__ as it was, or none
+# Keywords of transformers' attention calls that would change the result.
+_DOCUMENTS = "the documents are what update_ring_flash_attn_params was told"
+_PAGED, _SPARSE = "a paged cache is not supported", "sparse attention is not supported"
+_UNSUPPORTED = {
+    "block_indices": _SPARSE,
+    "block_table": _PAGED,
+    "cache": _PAGED,
+    "cu_seq_lens_k": _DOCUMENTS,
+    "cu_seq_lens_q": _DOCUMENTS,
+    "head_mask": "head masks are not supported",
+    "indices": _SPARSE,
+    "k_cache": _PAGED,
+    "output_attentions": "attention weights are never formed",
+    "position_bias": "additive biases are not supported",
+    "v_cache": _PAGED,
+}
 
-_ring_forwards: WeakSet[Callable[..., Tensor]] = WeakSet()  # candidates of ours
+# What functions of ours, which live in transformers, are in the place of; and its own attention
+# functions by attn_implementation.
+_replaced: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()
+_interfaces: dict[str, Callable[..., Any]] = {}
 
 
 def check_params(f1: Callable[..., Any], f2: Callable[..., Any]) -> bool:
@@ -62,11 +69,7 @@ def check_params(f1: Callable[..., Any], f2: Callable[..., Any]) -> bool:
 
 
 def use_ring_attn(flag: bool) -> None:
-    """Turn the substituted attention on, or back to what transformers had before.
-
-    Args:
-        flag: True for the ring, False for transformers' own path (for example to generate).
-    """
+    """Turn the ring on, or back to what transformers had before (for example to generate)."""
     global RING_ATTN_SWITCH
     RING_ATTN_SWITCH = flag
 
@@ -76,14 +79,12 @@ def update_ring_flash_attn_params(
 ) -> None:
     """Tell the substituted attention which documents the next forward passes hold.
 
-    A forward pass that has begun keeps its documents, also when checkpointing recomputes it.
+    A forward pass that has begun keeps its documents, also when checkpointing recomputes it. With
+    `RFA_CHECK=values`, ranks that were told different documents raise a ValueError.
 
     Args:
         cu_seqlens: (documents + 1,), the *global* cumulative lengths of the packed sequence.
         process_group: the ranks that share the sequence, in the order of their slices.
-
-    Raises:
-        ValueError: with `RFA_CHECK=values`, on every rank, if they were told different documents.
     """
     rank, world_size = rank_and_size(process_group)
     if check_mode() == "values":  # at every update: a rank cannot know whether the others changed
@@ -100,13 +101,8 @@ def shift_labels(
     """Make the targets of this rank's tokens: each has the label of the token after it.
 
     A model that gets `labels` of a slice shifts them itself, and the last token of the slice loses
-    its target, which the next rank holds. Hand it the result as `shift_labels` (and as `labels`,
-    without which it computes no loss)::
-
-        targets = shift_labels(labels, cu_seqlens, group)
-        model(..., labels=targets, shift_labels=targets, num_items_in_batch=targets_of_all_ranks)
-
-    With `num_items_in_batch` the losses of the ranks add up to the loss of the whole sequence.
+    its target, which the next rank holds. Hand it the result as `shift_labels`, and as `labels`,
+    without which it computes no loss.
 
     Args:
         labels: (..., tokens) of the whole packed sequence.
@@ -137,14 +133,8 @@ def create_ring_flash_attention_forward(
     """Make the candidates to replace transformers' `_flash_attention_forward`.
 
     `substitute_hf_flash_attn` looks this function up when it is called and takes the first
-    candidate that can be called like the original, so a project may assign its own.
-
-    Args:
-        process_group: the ranks that share the sequence.
-        heads_k_stride: how many key heads travel at a time.
-
-    Returns:
-        One function, which takes what the original of the installed version takes.
+    candidate that can be called like the original, so a project may assign its own. Ours makes one,
+    which takes what the original of the installed version takes.
     """
     heads_k_stride = check_integer("heads_k_stride", heads_k_stride, 1)
     if process_group is not None:
@@ -168,24 +158,31 @@ def create_ring_flash_attention_forward(
     ) -> Tensor:
         # Without effect here: use_top_left_mask (a repair for flash-attn < 2.1), and the keywords
         # of the model's own forward, all of which transformers hands down to every attention call.
-        hf_arguments.check_shapes(query_states, key_states, query_length)
-        hf_arguments.check_mask(attention_mask, is_causal)
-        hf_arguments.check_keywords(kwargs)
-        documents = hf_forward.documents_of_call(
-            position_ids, query_states, process_group, _latest_documents()
-        )
+        _check_arguments(query_states, key_states, attention_mask, query_length, is_causal, kwargs)
+        missing = [key for key in _DOCUMENT_KEYS if key not in DATA_PARAMS]
+        if missing:
+            raise ValueError(
+                f"DATA_PARAMS lacks {missing}: call update_ring_flash_attn_params(cu_seqlens, "
+                "process_group) before the model's forward pass"
+            )
+        latest = {key: DATA_PARAMS[key] for key in _DOCUMENT_KEYS}
+        window = (-1, -1)
+        if sliding_window is not None:  # counts the query's own key, as flash-attn's does not
+            window = (check_integer("sliding_window", sliding_window, 1) - 1, 0)
+        if deterministic is None:  # the environment decides, as in transformers
+            deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
         dtype = kwargs.get("target_dtype")
         out = llama3_flash_attn_varlen_func(
-            hf_arguments.cast(query_states, dtype).squeeze(0),
-            hf_arguments.cast(key_states, dtype).squeeze(0),
-            hf_arguments.cast(value_states, dtype).squeeze(0),
-            **documents,
+            _cast(query_states, dtype).squeeze(0),
+            _cast(key_states, dtype).squeeze(0),
+            _cast(value_states, dtype).squeeze(0),
+            **hf_forward.documents_of_call(position_ids, query_states, process_group, latest),
             heads_k_stride=heads_k_stride,
             dropout_p=dropout,
             softmax_scale=softmax_scale,
             causal=True,
-            window_size=hf_arguments.window_size(sliding_window),
-            deterministic=hf_arguments.deterministic(deterministic),
+            window_size=window,
+            deterministic=deterministic,
             group=process_group,
             softcap=softcap or 0.0,
             sink=kwargs.get("s_aux"),
@@ -194,9 +191,53 @@ def create_ring_flash_attention_forward(
         return out.unsqueeze(0)  # (1, seqlen, nheads, headdim)
 
     candidate: Any = torch.compiler.disable(ring_forward)  # attention breaks the graph anyway
-    candidate.__signature__ = inspect.signature(_original_forward())
-    _ring_forwards.add(candidate)
+    original = _original(_flash_utils()._flash_attention_forward)
+    candidate.__signature__ = inspect.signature(original)
+    _replaced[candidate] = original
     return [candidate]
+
+
+def _check_arguments(
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    query_length: int,
+    is_causal: bool,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Refuse a batch, a cache, every mask but a causal one, and keywords that change the result.
+
+    Tensors are (batch, seqlen, nheads, headdim). A mask of ones, (batch, seqlen), is none.
+    """
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"ring attention takes one packed sequence, not a batch of {query.shape[0]}: "
+            "concatenate the sequences and give their lengths to update_ring_flash_attn_params"
+        )
+    if not query_length == query.shape[1] == key.shape[1]:
+        raise ValueError(
+            f"{query.shape[1]} queries (query_length {query_length}) against {key.shape[1]} keys: "
+            "ring attention has no KV cache; call use_ring_attn(False) to generate"
+        )
+    if not is_causal:
+        raise ValueError("is_causal=False: the substituted attention is causal")
+    if attention_mask is not None:  # None where nothing is masked: no device sync
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}: ring attention takes no "
+                "mask but its documents'; give those to update_ring_flash_attn_params"
+            )
+        masked = int((attention_mask == 0).sum())
+        if masked:
+            raise ValueError(
+                f"attention_mask hides {masked} of {attention_mask.numel()} tokens: drop the "
+                "padding, or make it a document of its own in update_ring_flash_attn_params"
+            )
+    for name, reason in _UNSUPPORTED.items():
+        value = kwargs.get(name)
+        if value is not None and value is not False:
+            shown = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise ValueError(f"{name}={shown!r}: {reason} in ring attention")
 
 
 def flash_attention_forward(
@@ -213,30 +254,29 @@ def flash_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it, through whatever is substituted at the time.
 
-    Args:
-        module: the attention layer, with `config` and `is_causal`.
-        query: (1, nheads, seqlen, headdim).
-        key: (1, nheads_k, seqlen, headdim).
-        value: (1, nheads_k, seqlen, headdim_v).
-        attention_mask: None, or (1, seqlen) without a zero.
-        dropout: probability of dropping an attention weight.
-        scaling: of the scores; None for 1/√headdim.
-        sliding_window: how many keys a query sees, itself included; None for all.
-        softcap: bound of the scores; None for none.
-        **kwargs: `is_causal`, `s_aux` (attention sinks, (nheads,)), and the model's own keywords.
-
-    Returns:
-        (1, seqlen, nheads, headdim_v), and None where others return weights.
+    `query`, `key` and `value` are (1, nheads, seqlen, headdim); the mask is None, or (1, seqlen)
+    without a zero; `s_aux` are attention sinks. The output is (1, seqlen, nheads, headdim_v), and
+    None where others return weights.
     """
+    config: Any = module.config
     if not RING_ATTN_SWITCH and _interfaces:
         kwargs.update(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-        own = _own_interface(module)
+        name = config._attn_implementation
+        if name not in _interfaces:
+            raise ValueError(
+                f"use_ring_attn(False) gives transformers' own attention back, and "
+                f"attn_implementation={name!r} has none: set one of {sorted(_interfaces)}, or "
+                "'sdpa'"
+            )
+        own = _interfaces[name]
         out, _ = own(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
         return out, None
-    hf_arguments.check_chunks(module)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None:  # transformers' own check sees only this rank's length
+        raise ValueError(f"attention_chunk_size={chunk}: ring attention does not do chunks")
     is_causal = kwargs.pop("is_causal", None)
-    target_dtype = hf_arguments.target_dtype(module, query)
-    qkv = (hf_arguments.cast(x, target_dtype) for x in (query, key, value))
+    target_dtype = _target_dtype(module, query)
+    qkv = (_cast(x, target_dtype) for x in (query, key, value))
     query, key, value = (x.transpose(1, 2) for x in qkv)  # (1, seqlen, nheads, headdim)
     out = _flash_utils()._flash_attention_forward(
         query,
@@ -256,6 +296,28 @@ def flash_attention_forward(
     return out, None
 
 
+def _target_dtype(module: Any, query: Tensor) -> torch.dtype | None:
+    """Find the dtype that a layer computes in whose inputs something has cast to fp32 (PEFT)."""
+    if query.dtype != torch.float32:
+        return None
+    if torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    config = module.config
+    if hasattr(config, "_pre_quantization_dtype"):  # transformers 4, quantised
+        found = config._pre_quantization_dtype
+    elif hasattr(config, "_is_quantized"):  # transformers 5, quantised
+        found = config.dtype
+    else:
+        linear = (layer for layer in module.modules() if isinstance(layer, torch.nn.Linear))
+        found = next((layer.weight.dtype for layer in linear), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Cast an fp32 tensor, and no other."""
+    return tensor if dtype is None or tensor.dtype != torch.float32 else tensor.to(dtype)
+
+
 def substitute_hf_flash_attn(process_group: ProcessGroup | None, heads_k_stride: int) -> None:
     """Put ring attention in the place of transformers' flash attention.
 
@@ -267,30 +329,41 @@ def substitute_hf_flash_attn(process_group: ProcessGroup | None, heads_k_stride:
     Args:
         process_group: the ranks that share the sequence.
         heads_k_stride: how many key heads travel at a time; it must divide the model's.
-
-    Raises:
-        ValueError: no candidate takes the parameters of the installed transformers.
     """
-    original = _original_forward()
-    candidates = create_ring_flash_attention_forward(process_group, heads_k_stride)
-    ring = _matching(candidates, original)
-    dispatch = _dispatch(ring, original)
-    _rebind(dispatch, replaced=(original, *_dispatches))
-    _dispatches.clear()
-    _dispatches[dispatch] = original
-    _register_interfaces()
-    _watch_models(process_group, is_ours=ring in _ring_forwards)
-
-
-def _watch_models(process_group: ProcessGroup | None, is_ours: bool) -> None:
-    """Look at calls of models, unless a project's own function does the attention."""
     from transformers import PreTrainedModel
 
-    if not _model_calls:
-        _model_calls.append(PreTrainedModel.__call__)
-    PreTrainedModel.__call__ = hf_forward.watch(
-        process_group, lambda: is_ours and RING_ATTN_SWITCH, _model_calls[0]
+    current = _flash_utils()._flash_attention_forward
+    original = _original(current)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p for p in inspect.signature(original).parameters.values() if p.kind not in variadic]
+    required = [p.name for p in named if p.default is p.empty]
+    optional = [p.name for p in named if p.default is not p.empty]
+    ring = _matching(
+        create_ring_flash_attention_forward(process_group, heads_k_stride), required, optional
     )
+
+    @functools.wraps(original)
+    def dispatch(*args: Any, **kwargs: Any) -> Tensor:
+        if not RING_ATTN_SWITCH:
+            return original(*args, **kwargs)
+        # by position what a project may have named in its own way
+        by_position = [kwargs.pop(name) for name in required[len(args) :] if name in kwargs]
+        return ring(*args, *by_position, **kwargs)
+
+    _replaced[dispatch] = original
+    # where it is defined and wherever a model has imported it by name
+    name = "_flash_attention_forward"
+    for path, module in list(sys.modules.items()):
+        theirs = path.partition(".")[0] in ("transformers", "transformers_modules")
+        if theirs and getattr(module, "__dict__", {}).get(name) in (original, current):
+            setattr(module, name, dispatch)
+    _register_interfaces()
+    # a project's own function may serve models and slices that ours refuses
+    is_ours, call = ring in _replaced, _original(PreTrainedModel.__call__)
+    PreTrainedModel.__call__ = hf_forward.watch(
+        process_group, lambda: is_ours and RING_ATTN_SWITCH, call
+    )
+    _replaced[PreTrainedModel.__call__] = call
 
 
 def _flash_utils() -> Any:
@@ -300,17 +373,15 @@ def _flash_utils() -> Any:
     return transformers.modeling_flash_attention_utils
 
 
-def _original_forward() -> Callable[..., Tensor]:
-    """Find the `_flash_attention_forward` under any substitution of ours."""
-    current: Callable[..., Tensor] = _flash_utils()._flash_attention_forward
-    return _dispatches.get(current, current)
+def _original(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or what it is in the place of."""
+    return _replaced.get(function, function)
 
 
 def _matching(
-    candidates: Iterable[Callable[..., Tensor]], original: Callable[..., Tensor]
+    candidates: list[Callable[..., Tensor]], required: list[str], optional: list[str]
 ) -> Callable[..., Tensor]:
-    """Take the first candidate that binds a call with every parameter of the original."""
-    required, optional = _parameters(original)
+    """Take the first candidate that can be called with all parameters of the original."""
     reasons = []
     for candidate in candidates:
         try:
@@ -328,39 +399,6 @@ def _matching(
     )
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
-    """Names of the required and of the optional parameters."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [p for p in inspect.signature(function).parameters.values() if p.kind not in variadic]
-    required = [p.name for p in named if p.default is p.empty]
-    return required, [p.name for p in named if p.default is not p.empty]
-
-
-def _dispatch(
-    ring: Callable[..., Tensor], original: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    required, _ = _parameters(original)
-
-    @functools.wraps(original)
-    def flash_or_ring(*args: Any, **kwargs: Any) -> Tensor:
-        if not RING_ATTN_SWITCH:
-            return original(*args, **kwargs)
-        # by position what a project may have named in its own way
-        by_position = [kwargs.pop(name) for name in required[len(args) :] if name in kwargs]
-        return ring(*args, *by_position, **kwargs)
-
-    return flash_or_ring
-
-
-def _rebind(dispatch: Callable[..., Tensor], replaced: Iterable[Callable[..., Tensor]]) -> None:
-    """Replace the function where it is defined and wherever a model has imported it by name."""
-    name, old = "_flash_attention_forward", {id(function) for function in replaced}
-    for path, module in list(sys.modules.items()):
-        ours = path.partition(".")[0] in ("transformers", "transformers_modules")
-        if ours and id(getattr(module, "__dict__", {}).get(name)) in old:
-            setattr(module, name, dispatch)
-
-
 def _register_interfaces() -> None:
     """Route every flash `attn_implementation` here, and add one that needs no flash_attn."""
     from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
@@ -372,23 +410,3 @@ def _register_interfaces() -> None:
         ALL_ATTENTION_FUNCTIONS[name] = flash_attention_forward
     AttentionInterface.register(RING_IMPLEMENTATION, flash_attention_forward)
     AttentionMaskInterface.register(RING_IMPLEMENTATION, flash_attention_mask)
-
-
-def _own_interface(module: Any) -> Callable[..., Any]:
-    name = module.config._attn_implementation
-    if name not in _interfaces:
-        raise ValueError(
-            f"use_ring_attn(False) gives transformers' own attention back, and "
-            f"attn_implementation={name!r} has none: set one of {sorted(_interfaces)}, or 'sdpa'"
-        )
-    return _interfaces[name]
-
-
-def _latest_documents() -> dict[str, Any]:
-    missing = [key for key in _DOCUMENT_KEYS if key not in DATA_PARAMS]
-    if missing:
-        raise ValueError(
-            f"DATA_PARAMS lacks {missing}: call update_ring_flash_attn_params(cu_seqlens, "
-            "process_group) before the model's forward pass"
-        )
-    return {key: DATA_PARAMS[key] for key in _DOCUMENT_KEYS}

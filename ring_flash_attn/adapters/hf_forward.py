@@ -22,13 +22,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import comm
-from . import hf_arguments, hf_models
+from ..comm import check_mode, rank_and_size
+from . import hf_models
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Documents = Mapping[str, Any]
+HOW_TO_PASS_POSITIONS = (
+    "each rank holds a contiguous slice of the packed sequence, so pass position_ids[:, mine], or "
+    "ring_flash_attn.position_ids('flat_contiguous', cu_seqlens=cu_seqlens, group=group)[None]"
+)
 
 
 @dataclass(slots=True)
@@ -43,8 +47,7 @@ class _Forward:
 
 
 class _Running(threading.local):
-    def __init__(self) -> None:
-        self.forwards: list[_Forward] = []
+    forward: _Forward | None = None  # the innermost
 
 
 _running = _Running()
@@ -65,27 +68,15 @@ def watch(
     While ring attention `is_on`, it refuses what cannot be done, and notes the models' documents.
     """
     uncompiled = torch.compiler.disable  # which imports torch's compiler: not before it is needed
-    check_model, check_labels = uncompiled(_check_model), uncompiled(_check_labels)
-    note_backward = uncompiled(_note_backward)
+    begin, note_backward = uncompiled(_begin), uncompiled(_note_backward)
 
     def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
-        check_model(model)
-        given = dict(zip(_parameters(type(model).forward), args)) | kwargs
-        check_labels(model, given, group)
-        positions = given.get("position_ids")
-        if isinstance(positions, Tensor):
-            own = positions.view_as(positions)  # a tensor that no other call has
-            args = tuple(own if value is positions else value for value in args)
-            kwargs = {name: own if value is positions else value for name, value in kwargs.items()}
-            positions = own
-        elif positions is None:
-            positions = given.get("cache_position")
-        forward = _Forward(model, positions, torch._C._current_graph_task_id())
-        _running.forwards.append(forward)
+        forward, args, kwargs = begin(model, args, kwargs, group)
+        outer, _running.forward = _running.forward, forward
         try:
             output = call(model, *args, **kwargs)
         finally:
-            _running.forwards.pop()
+            _running.forward = outer
         if forward.is_unmarked and forward.documents is not None:
             note_backward(output, forward.documents)
         return output
@@ -100,6 +91,41 @@ def watch(
     return watched
 
 
+def _begin(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: ProcessGroup | None
+) -> tuple[_Forward, tuple[Any, ...], dict[str, Any]]:
+    """Check the model and its labels; position ids become a tensor that no other call has."""
+    name = model.config._attn_implementation
+    if _checked.get(model) != name:
+        hf_models.check_model(model)
+        _checked[model] = name
+    given = dict(zip(_parameters(type(model).forward), args)) | kwargs
+    if given.get("labels") is not None and given.get("shift_labels") is None:
+        _check_loss(model, group)
+    positions = given.get("position_ids")
+    if isinstance(positions, Tensor):
+        own = positions.view_as(positions)
+        args = tuple(own if value is positions else value for value in args)
+        kwargs = {name: own if value is positions else value for name, value in kwargs.items()}
+        positions = own
+    elif positions is None:
+        positions = given.get("cache_position")
+    return _Forward(model, positions, torch._C._current_graph_task_id()), args, kwargs
+
+
+def _check_loss(model: Any, group: ProcessGroup | None) -> None:
+    """Say that a slice's last token has no target, where the model shifts the labels itself."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is ForCausalLMLoss and _world_size(group) > 1:
+        warnings.warn(
+            "labels= of a slice: the model shifts them by one, so the last token of every rank "
+            "loses its target. Pass shift_labels= as well, from ring_flash_attn.adapters."
+            "shift_labels(labels, cu_seqlens, process_group) of the whole sequence",
+            stacklevel=5,
+        )
+
+
 def documents_of_call(
     position_ids: Tensor | None, query: Tensor, group: ProcessGroup | None, latest: Documents
 ) -> Documents:
@@ -110,12 +136,14 @@ def documents_of_call(
     of the last `update_ring_flash_attn_params`.
     """
     backward = torch._C._current_graph_task_id()
-    forward = _running.forwards[-1] if _running.forwards else None
-    if forward is None or forward.backward != backward:
-        if backward != -1:
-            return _documents_again(position_ids, query, group, latest)
-        if position_ids is not None:
-            _check_positions(position_ids, query, group, latest)
+    forward = _running.forward
+    if forward is None or forward.backward != backward:  # not in a model, or checkpointing
+        if position_ids is None:
+            return _documents_reached(backward) or latest
+        kept: Documents | None = _documents.get(position_ids, (None, -1))[0]
+        if backward != -1 and kept is not None:
+            return kept
+        _check_once(position_ids, query, group, latest)
         return latest
     if forward.documents is None:
         forward.documents = latest
@@ -124,27 +152,20 @@ def documents_of_call(
     if position_ids is None:
         position_ids = forward.position_ids
         forward.is_unmarked = True
-    _check_positions(position_ids, query, group, forward.documents)
+    _check_once(position_ids, query, group, forward.documents)
     return forward.documents
 
 
-def _documents_again(
-    position_ids: Tensor | None, query: Tensor, group: ProcessGroup | None, latest: Documents
-) -> Documents:
-    """Find the documents of the forward pass of which checkpointing runs a layer once more."""
-    if position_ids is not None:
-        documents: Documents | None = _documents.get(position_ids, (None, -1))[0]
-        if documents is None:
-            _check_positions(position_ids, query, group, latest)
-        return documents or latest
-    candidates = _reached.get(torch._C._current_graph_task_id(), [])
+def _documents_reached(backward: int) -> Documents | None:
+    """The documents of the forward pass of which checkpointing runs a layer without positions."""
+    candidates = _reached.get(backward, [])
     if len(candidates) > 1:
         raise ValueError(
             "checkpointing recomputes a layer that receives no position_ids in a backward pass "
             f"through forward passes over {len(candidates)} different sets of documents, and it "
             "cannot tell which are its own: run backward of each loss by itself"
         )
-    return candidates[0] if candidates else latest
+    return candidates[0] if candidates else None
 
 
 def _note_backward(output: Any, documents: Documents) -> None:
@@ -162,26 +183,26 @@ def _note_backward(output: Any, documents: Documents) -> None:
             value.register_hook(reached)
 
 
-def _check_model(model: Any) -> None:
-    name = model.config._attn_implementation
-    if _checked.get(model) != name:
-        hf_models.check_model(model)
-        _checked[model] = name
+def _equal(one: Documents, other: Documents) -> bool:
+    """Whether they say the same; the same tensors, as a rule, which are not read."""
+    pairs = [(one[key], other[key]) for key in reversed(list(one))]  # numbers before tensors
+    return all(a is b or (torch.equal(a, b) if isinstance(a, Tensor) else a == b) for a, b in pairs)
 
 
-def _check_labels(model: Any, given: Mapping[str, Any], group: ProcessGroup | None) -> None:
-    """Say that a slice's last token has no target, where the model shifts the labels itself."""
-    if given.get("labels") is None or given.get("shift_labels") is not None:
-        return
-    from transformers.loss.loss_utils import ForCausalLMLoss
+def _world_size(group: ProcessGroup | None) -> int:
+    try:
+        return rank_and_size(group)[1]
+    except ValueError:  # not initialised: attention will say so, if it is called
+        return 1
 
-    if model.loss_function is ForCausalLMLoss and _world_size(group) > 1:
-        warnings.warn(
-            "labels= of a slice: the model shifts them by one, so the last token of every rank "
-            "loses its target. Pass shift_labels= as well, from ring_flash_attn.adapters."
-            "shift_labels(labels, cu_seqlens, process_group) of the whole sequence",
-            stacklevel=4,
-        )
+
+@functools.cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of what a model's forward takes, in order, without `self`."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+# Positions.
 
 
 def _count(model: Any, query: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -195,21 +216,23 @@ def _count(model: Any, query: Tensor, group: ProcessGroup | None) -> Tensor:
             )
         raise ValueError(
             f"{name} was called without position_ids, and would count from 0 on every rank: "
-            f"{hf_arguments.HOW_TO_PASS_POSITIONS}"
+            f"{HOW_TO_PASS_POSITIONS}"
         )
     return torch.arange(query.shape[1], device=query.device)
 
 
-def _check_positions(
+def _check_once(
     position_ids: Tensor, query: Tensor, group: ProcessGroup | None, documents: Documents
 ) -> None:
+    """Check positions, unless this tensor was checked against these documents."""
+    now = -1 if position_ids.is_inference() else position_ids._version
     kept, version = _documents.get(position_ids, (None, -1))
-    if kept is not None and version == _version(position_ids) and _equal(kept, documents):
+    if kept is not None and version == now and _equal(kept, documents):
         return
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # nothing can be read now; the same call was made before the capture
     try:
-        hf_arguments.check_positions(position_ids, query.shape[1], documents, group)
+        check_positions(position_ids, query.shape[1], documents, group)
     except ValueError as error:
         if torch._C._current_graph_task_id() == -1:
             raise
@@ -217,31 +240,52 @@ def _check_positions(
             "checkpointing recomputes a forward pass, and other documents have been given to "
             f"update_ring_flash_attn_params since: {error}"
         ) from None
-    _documents[position_ids] = documents, _version(position_ids)
+    _documents[position_ids] = documents, now
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def check_positions(
+    position_ids: Tensor, size: int, documents: Documents, group: ProcessGroup | None
+) -> None:
+    """Refuse positions that contradict the documents; one device sync if they do not.
 
-
-def _equal(one: Documents, other: Documents) -> bool:
-    """Whether they say the same; the same tensors, as a rule, which are not read."""
-    if any(one[key] != other[key] for key in ("max_seqlen_q", "max_seqlen_k", "local_k_slice")):
-        return False
-    return all(
-        one[key] is other[key] or torch.equal(one[key], other[key])
-        for key in ("cu_seqlens_q", "cu_seqlens_k")
+    Positions in the whole sequence, across documents, are accepted too: rotary embeddings see
+    differences alone. Zeros up to the end of the sequence are padding, in the last document or as
+    one of its own. Of (axes, 1, size) in multimodal models only this is known: all axes are 0 at
+    the start of a document, and nowhere else.
+    """
+    if check_mode() == "off":
+        return
+    if position_ids.numel() == 0 or position_ids.numel() % size:
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}, but this rank holds {size} tokens"
+        )
+    found = position_ids.detach().reshape(-1, size)
+    cu_q, cu_k = (
+        documents[key].to(found.device, torch.int64) for key in ("cu_seqlens_q", "cu_seqlens_k")
     )
-
-
-def _world_size(group: ProcessGroup | None) -> int:
-    try:
-        return comm.rank_and_size(group)[1]
-    except ValueError:  # not initialised: attention will say so, if it is called
-        return 1
-
-
-@functools.cache
-def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of what a model's forward takes, in order, without `self`."""
-    return tuple(inspect.signature(forward).parameters)[1:]
+    tokens = torch.arange(size, device=found.device)
+    document = torch.searchsorted(cu_q[1:-1].contiguous(), tokens, right=True)
+    expected = tokens + (cu_k.diff() - cu_q[1:])[document]  # the last query is at the last key
+    several = len(found) > 1
+    found, expected = (found.any(0), expected > 0) if several else (found[0], expected)
+    wrong = found != expected
+    if not wrong.any():
+        return
+    first = int(wrong.nonzero()[0])
+    end = documents["local_k_slice"].start + int(cu_k[-1])
+    if not several and torch.equal(found, tokens + end - size):
+        return
+    # The same on all ranks that padding reaches, so that none waits for another that refuses.
+    padded = first >= int(cu_q[-2]) and not found[first:].any()
+    if padded and (found.any() or rank_and_size(group)[0] > 0):  # not all of the sequence
+        return
+    if several:
+        states = "a document starts at" if expected[first] == 0 else "no document starts at"
+        raise ValueError(
+            f"position_ids: {states} token {first} of this rank; {HOW_TO_PASS_POSITIONS}"
+        )
+    raise ValueError(
+        f"position_ids: token {first} of this rank has position {int(found[first])}, but is at "
+        f"{int(expected[first])} in the documents that update_ring_flash_attn_params was told: "
+        f"{HOW_TO_PASS_POSITIONS}"
+    )

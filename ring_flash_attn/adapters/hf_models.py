@@ -49,71 +49,57 @@ def check_model(model: Any) -> None:
     projects that substitute "flash_attention_2" bring layers that know of their ranks. A model
     inside of this one is judged when it is called.
     """
-    judge = _Judge(model)
-    lists = [(path, x) for path, x in _own_modules(model) if isinstance(x, nn.ModuleList)]
-    attending = [(path, layers) for path, layers in lists if judge.attends(layers)]
-    for path, layers in attending:
-        judge.check_parts(path, layers)
-        judge.check_types(path, layers)
-    if not attending and not judge.attends(model) and not any(map(_is_model, model.children())):
-        first = [(f"{path}.0", layers[0]) for path, layers in lists if len(layers)]
-        name, module = (*first, ("it", model))[0]
-        judge.refuse(name, module, _NO_ATTENTION)
-
-
-class _Judge:
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.of_all = model.config._attn_implementation == RING_IMPLEMENTATION
-        self.known: dict[type, bool] = {}  # whether modules of a class call the attention interface
-
-    def check_parts(self, path: str, layers: nn.ModuleList) -> None:
-        """Look at what the layers are made of."""
-        with_attention = [layer for layer in layers if self.attends(layer)]
-        familiar = {type(part) for layer in with_attention for part in layer.modules()}
-        for index, layer in enumerate(layers):
-            attends = layer in with_attention
-            for name, part in layer.named_modules(prefix=f"{path}.{index}"):
-                if _is_recurrent(part):
-                    self.refuse(name, part, "carries a state from token to token")
-                # a layer without attention has the other layers' parts only, or one in its place
-                if not attends and part is not layer and type(part) not in familiar:
-                    self.refuse(name, part, _NO_ATTENTION)
-
-    def check_types(self, path: str, layers: nn.ModuleList) -> None:
-        """Look at what the configuration says of the layers."""
-        kinds = getattr(self.model.config, "layer_types", None) or ()
-        for index, (layer, kind) in enumerate(zip(layers, kinds)):
-            if kind not in _LAYER_TYPES:
-                self.refuse(f"{path}.{index}", layer, f"is of type {kind!r}")
-
-    def refuse(self, name: str, module: Any, why: str) -> None:
-        """Raise, unless another project answers for the module."""
-        if self._is_judged(module):
+    of_all = model.config._attn_implementation == RING_IMPLEMENTATION
+    for name, module, why in _faults(model):
+        home = _forward(module).__module__.partition(".")[0]
+        if of_all or home in ("torch", "transformers", "transformers_modules"):
             raise ValueError(
-                f"{type(self.model).__name__}: {name} ({type(module).__name__}) {why}, so on a "
-                "slice of the sequence it would not see what the other ranks hold. Ring attention "
-                "serves models of causal attention layers that call ALL_ATTENTION_FUNCTIONS"
+                f"{type(model).__name__}: {name} ({type(module).__name__}) {why}, so on a slice of "
+                "the sequence it would not see what the other ranks hold. Ring attention serves "
+                "models of causal attention layers that call ALL_ATTENTION_FUNCTIONS"
             )
 
-    def _is_judged(self, module: Any) -> bool:
-        home = _forward(module).__module__.partition(".")[0]
-        return self.of_all or home in ("torch", "transformers", "transformers_modules")
 
-    def attends(self, module: nn.Module) -> bool:
-        """Say whether it or something in it calls the attention interface."""
-        return any(self._calls_attention(part) for part in module.modules())
+def _faults(model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Modules that mix tokens by themselves: name, module, and what is wrong with it."""
+    known: dict[type, bool] = {}  # whether modules of a class call the attention interface
 
-    def _calls_attention(self, module: nn.Module) -> bool:
-        kind = type(module)
-        if "forward" in vars(module):  # assigned to this one; the class has other methods
-            if not inspect.isfunction(_forward(module)):
-                return True  # its code cannot be seen: whoever assigned it answers for it
-            methods = [_forward(module), *_methods(kind, but="forward")]
-            return any(_names(method) & _ATTENTION for method in methods)
-        if kind not in self.known:
-            self.known[kind] = any(_names(method) & _ATTENTION for method in _methods(kind))
-        return self.known[kind]
+    def attends(module: nn.Module) -> bool:
+        return any(_calls_attention(part, known) for part in module.modules())
+
+    lists = [(path, x) for path, x in _own_modules(model) if isinstance(x, nn.ModuleList)]
+    attending = [(path, layers) for path, layers in lists if attends(layers)]
+    for path, layers in attending:
+        with_attention = [layer for layer in layers if attends(layer)]
+        familiar = {type(part) for layer in with_attention for part in layer.modules()}
+        for index, layer in enumerate(layers):
+            for name, part in layer.named_modules(prefix=f"{path}.{index}"):
+                if _is_recurrent(part):
+                    yield name, part, "carries a state from token to token"
+                # a layer without attention has the other layers' parts only, or one in its place
+                is_own = part is not layer and type(part) not in familiar
+                if is_own and layer not in with_attention:
+                    yield name, part, _NO_ATTENTION
+        kinds = getattr(model.config, "layer_types", None) or ()
+        for index, (layer, kind) in enumerate(zip(layers, kinds)):
+            if kind not in _LAYER_TYPES:
+                yield f"{path}.{index}", layer, f"is of type {kind!r}"
+    if not attending and not attends(model) and not any(map(_is_model, model.children())):
+        first = [(f"{path}.0", layers[0]) for path, layers in lists if len(layers)]
+        name, module = (*first, ("it", model))[0]
+        yield name, module, _NO_ATTENTION
+
+
+def _calls_attention(module: nn.Module, known: dict[type, bool]) -> bool:
+    kind = type(module)
+    if "forward" in vars(module):  # assigned to this one; the class has other methods
+        if not inspect.isfunction(_forward(module)):
+            return True  # its code cannot be seen: whoever assigned it answers for it
+        methods = [_forward(module), *_methods(kind, but="forward")]
+        return any(_names(method) & _ATTENTION for method in methods)
+    if kind not in known:
+        known[kind] = any(_names(method) & _ATTENTION for method in _methods(kind))
+    return known[kind]
 
 
 def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -15,19 +15,13 @@ __all__ = ["flatten_varlen_lse", "get_default_args", "unflatten_varlen_lse", "up
 def get_default_args(func: Callable[..., Any]) -> dict[str, Any]:
     """Look up the default of each positional argument of a function or a torch custom operator.
 
-    Args:
-        func: the function; of a custom operator, the one it was made from.
-
-    Returns:
-        A new dict from name to default, in order: None where there is none, 0.0 for `softcap`.
+    None where there is none, 0.0 for `softcap`.
     """
     parameters = inspect.signature(getattr(func, "_init_fn", func)).parameters.values()
-    empty = inspect.Parameter.empty
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     defaults = {
-        p.name: None if p.default is empty else p.default
+        p.name: None if p.default is p.empty else p.default
         for p in parameters
-        if p.kind in positional
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     }
     if "softcap" in defaults:
         defaults["softcap"] = 0.0
@@ -47,18 +41,10 @@ def update_out_and_lse(
     as −inf), and a merge of two of them is again one, without a NaN.
 
     Args:
-        out: (..., seqlen, nheads, headdim) in fp32; None for the first block.
-        lse: (..., seqlen, nheads, 1) in fp32, natural logarithm; None for the first block.
-        block_out: (..., seqlen, nheads, headdim), any dtype.
-        block_lse: (..., nheads, seqlen).
+        out, lse: (..., seqlen, nheads, headdim or 1) in fp32; None for the first block.
+        block_out, block_lse: (..., seqlen, nheads, headdim), any dtype; (..., nheads, seqlen).
         slice_: an index of the rows of `out` and `lse` the block is for, which are then written in
             place; None for all, in new tensors.
-
-    Returns:
-        The merged `out` and `lse`.
-
-    Raises:
-        ValueError: there is a `slice_` and nothing to take a slice of.
     """
     block_lse = block_lse.to(torch.float32).transpose(-2, -1).unsqueeze(-1)
     block_lse = block_lse.masked_fill(block_lse == torch.inf, -torch.inf)
@@ -66,45 +52,26 @@ def update_out_and_lse(
         if slice_ is not None:
             raise ValueError(f"slice_={slice_!r} of a first block: out and lse are None")
         return block_out.to(torch.float32, copy=True), block_lse  # ours to write a slice into
-    block_out = block_out.to(torch.float32)
+    rows = ... if slice_ is None else slice_
+    old_out, old_lse = out[rows], lse[rows]
+    new_lse = torch.logaddexp(old_lse, block_lse)
+    reference = new_lse.masked_fill(new_lse == -torch.inf, 0.0)  # −inf − 0: weight 0, not NaN
+    weight = (block_lse - reference).exp()
+    new_out = old_out - weight * (old_out - block_out.to(torch.float32))
     if slice_ is None:
-        return _merge(out, lse, block_out, block_lse)
-    out[slice_], lse[slice_] = _merge(out[slice_], lse[slice_], block_out, block_lse)
+        return new_out, new_lse
+    out[rows], lse[rows] = new_out, new_lse
     return out, lse
 
 
-def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    merged = torch.logaddexp(lse, block_lse)
-    reference = merged.masked_fill(merged == -torch.inf, 0.0)  # −inf − 0: weight 0, not NaN
-    weight = (block_lse - reference).exp()
-    return out - weight * (out - block_out), merged
-
-
 def flatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Pack a padded lse.
-
-    Args:
-        lse: (documents, nheads, max_seqlen).
-        cu_seqlens: (documents + 1,), from 0 to total.
-
-    Returns:
-        (nheads, total).
-    """
+    """Pack a padded lse: (documents, nheads, max_seqlen) becomes (nheads, total)."""
     rows = _rows_in_use(cu_seqlens, lse.shape[-1], lse.device)
     return lse.transpose(0, 1)[:, rows]
 
 
 def unflatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Pad a packed lse.
-
-    Args:
-        lse: (total, nheads) or (total, nheads, 1).
-        cu_seqlens: (documents + 1,), from 0 to total.
-        max_seqlen: length of the longest document, or more.
-
-    Returns:
-        (documents, nheads, max_seqlen), 0 in the padding.
-    """
+    """Pad a packed lse with 0: (total, nheads[, 1]) becomes (documents, nheads, max_seqlen)."""
     rows = _rows_in_use(cu_seqlens, max_seqlen, lse.device)
     padded = lse.new_zeros(*rows.shape, lse.shape[1])
     padded[rows] = lse.reshape(lse.shape[:2])

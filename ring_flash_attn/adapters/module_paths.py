@@ -9,21 +9,21 @@ from types import ModuleType
 from typing import Any
 
 _PACKAGE = __name__.split(".", maxsplit=1)[0]
-_PACKED = ("_func", "_kvpacked_func", "_qkvpacked_func")
 _LSE = dict.fromkeys(("flatten_varlen_lse", "unflatten_varlen_lse"), ".adapters.historic")
-_STEMS = (
-    "ring_flash_attn",
-    "ring_flash_attn_varlen",
-    "zigzag_ring_flash_attn",
-    "zigzag_ring_flash_attn_varlen",
-    "stripe_flash_attn",
-    "llama3_flash_attn_varlen",
-)
-
 
 # module: {name: where it lives now}
 MODULE_PATHS: dict[str, dict[str, str]] = {
-    **{stem: {stem + suffix: ".api" for suffix in _PACKED} for stem in _STEMS},
+    **{
+        stem: {f"{stem}_{form}": ".api" for form in ("func", "kvpacked_func", "qkvpacked_func")}
+        for stem in (
+            "ring_flash_attn",
+            "ring_flash_attn_varlen",
+            "zigzag_ring_flash_attn",
+            "zigzag_ring_flash_attn_varlen",
+            "stripe_flash_attn",
+            "llama3_flash_attn_varlen",
+        )
+    },
     "utils": {
         **_LSE,
         "get_default_args": ".adapters.historic",

@@ -1,20 +1,24 @@
-"""The calls that `rfa verify` checks: functions by layout, route, kernel, feature and dtype."""
+"""The cases of `rfa verify`: functions by layout, route, kernel, feature and dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
 from typing import Any
 
 from ..bench.functions import PublicFunction, find_functions
 from ..bench.workload import Placement, Workload
 from ..kernels.base import AUTO
 from ..plan.layout import FLAT_PREFIX, layout_names
-from .cut import cut_names
 
+# By tensor, the relative error that has always been accepted here, in half precision.
+ACCEPTED = {"out": 1e-2, "lse": 1e-2, "dq": 5e-2, "dk": 5e-2, "dv": 5e-2, "dsink": 5e-2}
+ORACLE, ONE_DEVICE = "oracle", "one device"
+# What becomes of a case, the worst first.
+ERROR, FAIL, LEFT_OUT, PASS, CANNOT = STATUSES = ("error", "fail", "left out", "pass", "cannot")
 _TOGETHER = ("causal_window", "softcap", "alibi", "sink", "dropout", "lse_grad")
-# By name, what a feature changes in a workload; `_lengths` and `_other_lengths` do the rest.
+# By name, what a feature changes in a workload; `_lengths` and `_lengths_k` do the rest.
 FEATURES: Mapping[str, Callable[[Workload], dict[str, Any]]] = {
     "causal": lambda w: {},  # two query heads share a KV head
     "full": lambda w: {"causal": False},
@@ -76,15 +80,50 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyCall:
-    """One call of a public function, over all ranks.
+class Error:
+    """How far one tensor of one rank is from the expected one.
 
     Attributes:
-        function: which.
-        workload: what is computed.
+        tensor: one of ACCEPTED.
+        max, mean, rmse: of the absolute difference.
+        relative: largest difference over `Expected.size`, that of the whole tensor on all ranks.
+        plain: largest difference of plain torch in the same dtype, over the whole tensor.
+        limit: what `max` may be.
+    """
+
+    tensor: str
+    rank: int
+    max: float
+    mean: float
+    rmse: float
+    relative: float
+    plain: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Within the limit; a NaN is not."""
+        return self.max <= self.limit
+
+
+def accepted_error(tensor: str, dtype: str) -> float | None:
+    """Relative; None but for bf16 and fp16."""
+    return ACCEPTED[tensor] if dtype in ("bfloat16", "float16") else None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call of a public function over all ranks, and what became of it.
+
+    Attributes:
         placement: layout and route are empty on one device; the kernel is the one asked for.
         feature: what is special about the workload.
         seed: of the inputs; dropout's own is drawn from it.
+        status: one of STATUSES; "" before it is run.
+        used_kernel: the one that `placement.kernel` came to.
+        compared: errors by what they are from: ORACLE; for the report also ONE_DEVICE, and another
+            kernel by its name.
+        reason: why there are none.
     """
 
     function: PublicFunction
@@ -92,77 +131,91 @@ class VerifyCall:
     placement: Placement
     feature: str = ""
     seed: int = 0
+    status: str = ""
+    used_kernel: str = ""
+    compared: Mapping[str, tuple[Error, ...]] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def errors(self) -> tuple[Error, ...]:
+        """Against the oracle."""
+        return self.compared.get(ORACLE, ())
+
+    @property
+    def bad(self) -> bool:
+        """Whether it makes the run fail."""
+        return self.status in (ERROR, FAIL, LEFT_OUT)
+
+    @property
+    def spread(self) -> bool:
+        """Over ranks, not each on its own."""
+        return bool(self.placement.layout)
 
 
-def make_calls(options: VerifyOptions) -> list[VerifyCall]:
-    """All calls, those with one workload next to each other, the kernel `versus` first.
+def make_cases(options: VerifyOptions) -> list[Case]:
+    """All cases, those with one workload next to each other, the kernel `versus` first.
 
     Raises:
         ValueError: there is no such function, or none with these layouts, routes and features.
     """
+    from .oracle import cut_names  # which imports torch
+
     for layout in options.layouts or layout_names():
         if layout not in cut_names():
-            raise ValueError(f"verify cannot cut layout {layout!r} yet: teach verify/cut.py")
-    calls = [
-        call
-        for function in find_functions(options.names)
-        if not (options.virtual and _is_twin(function))
+            raise ValueError(f"verify cannot cut layout {layout!r} yet: teach verify/oracle.py")
+    functions = find_functions(options.names)
+    if options.virtual:  # one form: virtual ranks get layout and route, however tensors come
+        functions = [f for f in functions if not f.family.layout or f.form == f.family.forms[0]]
+    cases = [
+        case
+        for function in functions
         for layout, route in function.points(options.layouts, options.routes)
         for kernel in ((function.prefix,) if function.prefix else options.kernels)
-        for call in _calls(function, layout, route, kernel, options)
+        for case in _cases(function, layout, route, kernel, options)
     ]
-    if not calls:
+    if not cases:
         raise ValueError("no function goes with these of --layout, --route and --feature")
-    order: dict[Workload, int] = {}
-    for call in calls:
-        order.setdefault(call.workload, len(order))
+    order = {each: i for i, each in enumerate(dict.fromkeys(case.workload for case in cases))}
     return sorted(
-        calls, key=lambda call: (order[call.workload], call.placement.kernel != options.versus)
+        cases, key=lambda case: (order[case.workload], case.placement.kernel != options.versus)
     )
 
 
-def _is_twin(function: PublicFunction) -> bool:
-    """Virtual ranks get layout and route, whatever the form in which tensors come."""
-    return bool(function.family.layout) and function.form in ("kvpacked_func", "qkvpacked_func")
+def _is_plain(function: PublicFunction) -> bool:
+    """Whether q, k and v come as three tensors."""
+    return function.form in ("func", "")
 
 
-def _calls(
+def _cases(
     function: PublicFunction, layout: str, route: str, kernel: str, options: VerifyOptions
-) -> Iterator[VerifyCall]:
+) -> Iterator[Case]:
     stride = 1 if function.signature in ("gathered_documents", "llama3") else None
     placement = Placement(options.world_size, layout, route, kernel, stride)
-    plain = function.form in ("func", "")
+    anything = function.signature == "anything"
     for feature in options.features or FEATURES:
         if not _possible(function, feature, explicit=bool(options.features)):
             continue
-        few = _DTYPES[options.device] if feature in _FEW and plain else _DTYPES[options.device][:1]
-        for packed in _packings(function, layout, feature):
-            workload = _workload(function, feature, packed, options)
-            for dtype in options.dtypes or few:
-                own = replace(workload, dtype=dtype)
-                yield VerifyCall(function, own, placement, feature, options.seed)
+        packings = [anything or function.family.packed]
+        if anything and feature in _FORMS_OF_ALL and not layout.startswith(FLAT_PREFIX):
+            packings = [False, True]
+        dtypes = _DTYPES[options.device]
+        few = dtypes if feature in _FEW and _is_plain(function) else dtypes[:1]
+        for packed, dtype in product(packings, options.dtypes or few):
+            workload = replace(_workload(function, feature, packed, options), dtype=dtype)
+            yield Case(function, workload, placement, feature, options.seed)
 
 
 def _possible(function: PublicFunction, feature: str, explicit: bool) -> bool:
     """Other forms than q, k and v get most features only if the user asks for them."""
-    signature, form = function.signature, function.form
-    if feature == "headdim_v" and form not in ("func", ""):
-        return False
-    if feature == "mqa" and form.startswith("qkv"):
-        return False
-    if feature == "cross":
-        return signature in _DIFFERENT_KEYS and not form.startswith("qkv")
-    if feature == "tiny":
-        return signature in _ANY_LENGTH
-    return explicit or form in ("func", "") or feature in _FORMS_OF_ALL
-
-
-def _packings(function: PublicFunction, layout: str, feature: str) -> tuple[bool, ...]:
-    """Packed documents, a batch, or both."""
-    if function.signature != "anything":
-        return (function.family.packed,)
-    both = feature in _FORMS_OF_ALL and not layout.startswith(FLAT_PREFIX)
-    return (False, True) if both else (True,)
+    same_heads = function.form.startswith("qkv")
+    rules = {
+        "headdim_v": _is_plain(function),
+        "mqa": not same_heads,
+        "cross": function.signature in _DIFFERENT_KEYS and not same_heads,
+        "tiny": function.signature in _ANY_LENGTH,
+    }
+    usual = explicit or _is_plain(function) or feature in (*_FORMS_OF_ALL, "cross", "tiny")
+    return usual and rules.get(feature, True)
 
 
 def _workload(
@@ -171,14 +224,11 @@ def _workload(
     """For a function and a feature, in any dtype."""
     base = options.workload
     lengths = _lengths(function.signature, feature, packed, base.seqlen, options.world_size)
-    changes: dict[str, Any] = {"seqlen": sum(lengths)}
+    keys = _lengths_k(lengths) if feature == "cross" else None
+    changes: dict[str, Any] = {"seqlen": sum(lengths), "seqlen_k": keys and sum(keys)}
     if packed:
-        changes = {"batch": 1, "cu_seqlens": tuple(accumulate(lengths, initial=0))}
-    if feature == "cross":
-        keys = _other_lengths(lengths)
-        changes["seqlen_k"] = sum(keys)
-        if packed:
-            changes["cu_seqlens_k"] = tuple(accumulate(keys, initial=0))
+        changes |= {"batch": 1, "cu_seqlens": tuple(accumulate(lengths, initial=0))}
+        changes["cu_seqlens_k"] = keys and tuple(accumulate(keys, initial=0))
     if function.form.startswith("qkv"):
         changes["nheads_k"] = base.nheads
     return replace(base, **changes, **FEATURES[feature](base))
@@ -207,7 +257,7 @@ def _documents(total: int) -> tuple[int, ...]:
     return (first, 0, 3, 1, total - first - 4)
 
 
-def _other_lengths(lengths: tuple[int, ...]) -> tuple[int, ...]:
+def _lengths_k(lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Keys of documents with these queries: more, some for none, fewer, none."""
     if len(lengths) == 1:
         return (lengths[0] + lengths[0] // 2 + 1,)

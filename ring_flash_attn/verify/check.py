@@ -1,11 +1,11 @@
-"""Runs calls on ranks, in this process, in new ones or in torchrun's, and compares the results."""
+"""Runs cases on ranks, here, in new processes or in torchrun's, against the oracle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,106 +14,91 @@ from torch import Tensor
 from .. import api
 from ..bench.functions import find_functions
 from ..bench.ranks.arguments import own_arguments, packed_leaves
-from ..bench.workload import Placement, Workload, call_of, refuse_kernels
+from ..bench.workload import Placement, Workload, call_of, dtype_name, refuse_kernels
 from ..comm import launch
 from ..engine.entry import run_virtual
 from ..kernels.base import AUTO, choose_kernel
-from .catalogue import VerifyCall, VerifyOptions
-from .cut import cut
-from .expected import Error, Tensors, expected, make_inputs
+from .catalogue import (
+    ACCEPTED,
+    CANNOT,
+    ERROR,
+    FAIL,
+    LEFT_OUT,
+    ONE_DEVICE,
+    ORACLE,
+    PASS,
+    Case,
+    Error,
+    VerifyOptions,
+    accepted_error,
+)
+from .oracle import Rules, cut, oracle
+
+Tensors = dict[str, Tensor]  # by name: q, k, v, out, lse, sink or the gradient of one
 
 MOST_ERRORS = 3  # after so many crashes the rest is left out
-ONE_DEVICE = "one device"
+
+FACTOR = 2.0  # how much worse than plain torch
+ROUNDINGS = 2.0  # width of the rounding band, in eps of the dtype,
+SUMMATION = 8.0  # and in eps of fp32, in which long sums are taken, each kernel in its own order
+FP64_BAND = 1e-12  # relative
+_HALF = (torch.bfloat16, torch.float16)
+_ZERO = 1e-9  # a tensor this much smaller than the terms it is the sum of is zero
+
+# Of the kernel `versus` and one workload: its name and tensors, by function, layout, route, rank.
+Baseline = dict[Any, tuple[str, Tensors]]
 
 
-class Status(Enum):
-    """What became of a call."""
-
-    PASS = "pass"
-    FAIL = "fail"
-    CANNOT = "cannot"  # the kernel that was asked for does not do this
-    ERROR = "error"  # it raised, died or hung
-    LEFT_OUT = "left out"
+# All cases.
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What became of a call, on one rank or on all.
-
-    Attributes:
-        call, status: which, and the same in a word.
-        kernel: that was used.
-        errors: against the oracle.
-        reason: why there are none.
-        differences: from one device, and from another kernel, by its name; only for the report.
-    """
-
-    call: VerifyCall
-    status: Status
-    kernel: str = ""
-    errors: tuple[Error, ...] = ()
-    reason: str = ""
-    differences: Mapping[str, tuple[Error, ...]] = field(default_factory=dict)
-
-    @property
-    def bad(self) -> bool:
-        """Whether it makes the run fail."""
-        return self.status in (Status.FAIL, Status.ERROR, Status.LEFT_OUT)
-
-
-# All calls.
-
-
-def check_kernels(calls: Sequence[VerifyCall], options: VerifyOptions) -> None:
-    """NotImplementedError for kernels that can do none of the calls they were asked for."""
+def check_kernels(cases: Sequence[Case], options: VerifyOptions) -> None:
+    """NotImplementedError for kernels that can do none of the cases they were asked for."""
     device = launch.rank_device(options.device, 0)
-    asked: dict[str, str] = {}  # by kernel: how
-    reasons: dict[str, list[str]] = {}  # by kernel; "": it can
-    for call in calls:
-        kernel, why = call.placement.kernel, ""
+    reasons: dict[str, tuple[str, list[str]]] = {}  # by kernel: how it was asked for; "": it can
+    for case in cases:
+        kernel, why = case.placement.kernel, ""
         try:
-            _kernel(call, device)
+            _kernel(case, device)
         except NotImplementedError as error:
             why = str(error)
-        option = f"--kernel {kernel}" if kernel in options.kernels else call.function.name
-        asked.setdefault(kernel, option)
-        reasons.setdefault(kernel, []).append(why)
+        option = f"--kernel {kernel}" if kernel in options.kernels else case.function.name
+        reasons.setdefault(kernel, (option, []))[1].append(why)
     reasons.pop(AUTO, None)
-    refuse_kernels({asked[name]: why for name, why in reasons.items() if all(why)}, device)
+    refuse_kernels(dict(each for each in reasons.values() if all(each[1])), device)
 
 
-def _kernel(call: VerifyCall, device: torch.device) -> str:
+def _kernel(case: Case, device: torch.device) -> str:
     """The kernel that the call will get; NotImplementedError with reasons if there is none."""
-    asked = call_of(call.workload, device, with_lse=True)
-    return choose_kernel(call.placement.kernel, asked).name
+    asked = call_of(case.workload, device, with_lse=True)
+    return choose_kernel(case.placement.kernel, asked).name
 
 
 def check_all(
-    calls: Sequence[VerifyCall], options: VerifyOptions, backend: str, timeout: float
-) -> Iterator[Result]:
-    """Results in the order of the calls, each as soon as all ranks have it."""
+    cases: Sequence[Case], options: VerifyOptions, backend: str, timeout: float
+) -> Iterator[Case]:
+    """The cases, in their order, each as soon as all ranks have it."""
     if options.virtual:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # faster for small products than threads that wait for each other
         try:
-            for found in check_on_rank(None, options.world_size, calls, options):
-                yield _merged([found])
+            yield from check_on_rank(None, options.world_size, cases, options)
         finally:
             torch.set_num_threads(threads)
     elif launch.torchrun_rank():
-        ranks = launch.run_joined(check_on_rank, (calls, options), options.device, backend)
+        ranks = launch.run_joined(check_on_rank, (cases, options), options.device, backend)
         yield from map(_merged, ranks)
     else:
-        yield from _spawned(calls, options, backend, timeout)
+        yield from _spawned(cases, options, backend, timeout)
 
 
 def _spawned(
-    calls: Sequence[VerifyCall], options: VerifyOptions, backend: str, timeout: float
-) -> Iterator[Result]:
-    """In new processes; after a crash in yet newer ones, from the next call on."""
+    cases: Sequence[Case], options: VerifyOptions, backend: str, timeout: float
+) -> Iterator[Case]:
+    """In new processes; after a crash in yet newer ones, from the next case on."""
     done = crashes = 0
-    while done < len(calls) and crashes < MOST_ERRORS:
-        args = (calls[done:], options)
+    while done < len(cases) and crashes < MOST_ERRORS:
+        args = (cases[done:], options)
         try:
             for ranks in launch.run_spawned(
                 check_on_rank, args, options.world_size, options.device, backend, timeout
@@ -121,141 +106,168 @@ def _spawned(
                 yield _merged(ranks)
                 done += 1
         except launch.RanksFailed as failure:
-            if done < len(calls):
-                yield Result(calls[done], Status.ERROR, reason=str(failure))
+            if done < len(cases):
+                yield replace(cases[done], status=ERROR, reason=str(failure))
             done, crashes = done + 1, crashes + 1
-    for call in calls[done:]:
-        yield Result(call, Status.LEFT_OUT, reason=f"not run after {crashes} crashes")
+    for case in cases[done:]:
+        yield replace(case, status=LEFT_OUT, reason=f"not run after {crashes} crashes")
 
 
-def _merged(ranks: Sequence[Sequence[Result]]) -> Result:
-    """One result of those of all ranks; the first that did not pass has the status."""
-    found = [each for results in ranks for each in results]
-    worst = next((each for each in found if each.status is not Status.PASS), found[0])
-    return replace(
-        worst,
-        errors=tuple(error for each in found for error in each.errors),
-        differences={
-            versus: tuple(error for each in found for error in each.differences.get(versus, ()))
-            for versus in worst.differences
-        },
-    )
+def _merged(ranks: Sequence[Case]) -> Case:
+    """One case of what all ranks found; the first that did not pass has the status."""
+    worst = next((each for each in ranks if each.status != PASS), ranks[0])
+    compared: dict[str, tuple[Error, ...]] = {}
+    for each in ranks:
+        for what, errors in each.compared.items():
+            compared[what] = (*compared.get(what, ()), *errors)
+    return replace(worst, compared=compared)
 
 
 def check_on_rank(
-    rank: int | None, world_size: int, calls: Sequence[VerifyCall], options: VerifyOptions
-) -> Iterator[list[Result]]:
-    """What this process finds out about each call, as one rank or, with None, as all of them."""
+    rank: int | None, world_size: int, cases: Sequence[Case], options: VerifyOptions
+) -> Iterator[Case]:
+    """What this process finds out about each case, as one rank or, with None, as all of them."""
     here = rank or 0
     device = launch.rank_device(options.device, here)
-    differences = Differences(options, device)
-    for call in calls:
-        inputs = make_inputs(call.workload, call.seed, device)
-        spread = bool(call.placement.layout)
-        virtual = spread and rank is None
-        try:
-            kernel = _kernel(call, device)
-            # The draw of the group's first rank counts; a function without a group has its own.
-            torch.manual_seed(call.seed + (here if spread else 0))
-            found = call_virtual(call, inputs) if virtual else [call_on_rank(call, inputs, here)]
-        except NotImplementedError as reason:
-            asked = call.placement.kernel
-            status = Status.FAIL if asked == AUTO else Status.CANNOT
-            yield [Result(call, status, asked, reason=str(reason))]
-            continue
-        results = []
-        for own, tensors in enumerate(found, here):
-            errors = _errors(call, tensors, own, device, whole_sink=virtual or not spread)
-            status = Status.PASS if all(error.passed for error in errors) else Status.FAIL
-            others = differences.of(call, kernel, tensors, own)
-            results.append(Result(call, status, kernel, errors, differences=others))
-        yield results
+    for _, same_workload in groupby(cases, key=lambda case: case.workload):
+        baseline: Baseline = {}
+        for case in same_workload:
+            virtual = case.spread and rank is None
+            ranks = range(world_size) if virtual else [here]
+            try:
+                kernel = _kernel(case, device)
+                # The first rank's draw counts in a group; a function without one has its own.
+                torch.manual_seed(case.seed + (here if case.spread else 0))
+                inputs = make_inputs(case.workload, case.seed, device)
+                found = call_ranks(case, inputs, ranks, virtual)
+            except NotImplementedError as reason:
+                asked = case.placement.kernel
+                status = FAIL if asked == AUTO else CANNOT
+                yield replace(case, status=status, used_kernel=asked, reason=str(reason))
+                continue
+            compared: dict[str, tuple[Error, ...]] = {}
+            for own, tensors in zip(ranks, found, strict=True):
+                right = expected_on_rank(case, own, device, case.spread and not virtual)
+                others = _others(case, kernel, tensors, own, baseline, options)
+                for what, other in others.items():
+                    errors = (right[n].compare(n, own, tensors[n], x) for n, x in other.items())
+                    compared[what] = (*compared.get(what, ()), *errors)
+            status = PASS if all(error.passed for error in compared[ORACLE]) else FAIL
+            yield replace(case, status=status, used_kernel=kernel, compared=compared)
 
 
-def _errors(
-    call: VerifyCall, found: Tensors, rank: int, device: torch.device, whole_sink: bool
-) -> tuple[Error, ...]:
-    """Errors of one rank's tensors. A rank's dsink is its own queries' part, unless it is whole."""
-    errors = []
-    for name, got in found.items():
-        right = expected(call.workload, call.seed, device)[name]
-        if name != "dsink":
-            right = replace(right, tensor=part(call, name, right.tensor, rank))
-        elif not whole_sink:
-            queries = tuple(tokens(call, "q", rank))
-            own = expected(call.workload, call.seed, device, queries)[name]
-            numbers = ("plain", "largest", "scale")
-            most = {each: max(getattr(own, each), getattr(right, each)) for each in numbers}
-            right = replace(own, **most)
-        errors.append(right.compare(name, rank, got))
-    return tuple(errors)
+def expected_on_rank(
+    case: Case, rank: int, device: torch.device, own_sink: bool
+) -> dict[str, Expected]:
+    """A rank's part of what the oracle says; of dsink its own queries' part, or the whole."""
+    whole = expected(case.workload, case.seed, device)
+    right = {
+        name: replace(each, tensor=part(case, name, each.tensor, rank))
+        for name, each in whole.items()
+        if not name.startswith("dsink")
+    }
+    if "dsink" in whole:
+        right["dsink"] = sink = whole["dsink"]
+    if "dsink" in whole and own_sink:
+        own = _sum_of_queries(part(case, "lse", whole["dsink by query"].tensor, rank))
+        largest = max(sink.largest, _magnitude(own))
+        right["dsink"] = replace(sink, tensor=own, largest=largest)
+    return right
+
+
+def _others(
+    case: Case, kernel: str, found: Tensors, rank: int, baseline: Baseline, options: VerifyOptions
+) -> dict[str, dict[str, Tensor | None]]:
+    """What a rank's tensors are compared with: the oracle (None), one device, a kernel."""
+    others: dict[str, dict[str, Tensor | None]] = {ORACLE: dict.fromkeys(found)}
+    if not options.report:
+        return others
+    if case.spread:
+        whole = call_on_one_device(case.workload, case.seed, kernel, found["out"].device)
+        names = [name for name in found if name != "dsink"]  # a rank has a part of the sum
+        others[ONE_DEVICE] = {name: part(case, name, whole[name], rank) for name in names}
+    placement = case.placement
+    key = (replace(case.function, prefix=""), placement.layout, placement.route, rank)
+    used, tensors = baseline.get(key, (kernel, found))
+    if placement.kernel == options.versus:
+        baseline[key] = kernel, found
+    elif used != kernel:
+        others[options.versus] = {**tensors}
+    return others
 
 
 # One call.
 
 
-def tokens(call: VerifyCall, name: str, rank: int) -> list[int]:
+def tokens(case: Case, name: str, rank: int) -> list[int]:
     """Places in the stream of a rank's queries or, if `name` is k or v, keys; in local order."""
     keys = name.removeprefix("d") in ("k", "v")
-    lengths = call.workload.lengths_k if keys else call.workload.lengths
-    if not call.placement.layout:  # every rank does everything
+    lengths = case.workload.lengths_k if keys else case.workload.lengths
+    if not case.spread:  # every rank does everything
         return list(range(sum(lengths)))
-    return cut(call.placement.layout, lengths, rank, call.placement.world_size)
+    return cut(case.placement.layout, lengths, rank, case.placement.world_size)
 
 
-def part(call: VerifyCall, name: str, whole: Tensor, rank: int) -> Tensor:
+def part(case: Case, name: str, whole: Tensor, rank: int) -> Tensor:
     """A rank's tokens of a whole tensor: q, k, v, out, lse or the gradient of one."""
-    places = torch.tensor(tokens(call, name, rank), dtype=torch.int64, device=whole.device)
+    places = torch.tensor(tokens(case, name, rank), dtype=torch.int64, device=whole.device)
     return whole.index_select(-1 if name.endswith("lse") else -3, places)
 
 
-def call_on_rank(call: VerifyCall, inputs: Tensors, rank: int) -> Tensors:
-    """Call the function as this rank of the default group, and differentiate."""
-    leaves = packed_leaves(call.function.form, *_shard(call, inputs, rank))
-    options = _options(call, inputs)
-    if call.function.prefix:
-        del options["kernel"]  # the name says it
-    device = inputs["q"].device
-    own = own_arguments(call.function.signature, call.workload, call.placement, rank, device)
-    out, lse, _ = getattr(api, call.function.name)(**leaves, **own, **options)
-    if options["sink"] is not None:
-        leaves["sink"] = options["sink"]
-    grads = _differentiate(call, inputs, list(leaves.values()), {rank: (out, lse)})
-    found = {"out": out.detach(), "lse": lse.detach()}
-    for name, grad in zip(leaves, grads, strict=True):
-        if name in ("qkv", "kv"):
-            views = zip(name, grad.unbind(-3), strict=True)
-            found |= {f"d{each}": view for each, view in views}
-        else:
-            found[f"d{name}"] = grad
-    return found
+def call_ranks(case: Case, inputs: Tensors, ranks: Sequence[int], virtual: bool) -> list[Tensors]:
+    """Call the function, and differentiate: out, lse and gradients of each rank.
 
-
-def call_virtual(call: VerifyCall, inputs: Tensors) -> list[Tensors]:
-    """Run all ranks of the call in this process; dsink comes whole, with rank 0."""
-    workload, placement = call.workload, call.placement
-    shards = [_shard(call, inputs, rank) for rank in range(placement.world_size)]
-    options = _options(call, inputs)
-    results = run_virtual(
-        placement.layout,
-        placement.route,
-        shards,
-        workload.lengths,
-        workload.lengths_k,
-        packed=workload.packed,
-        heads_k_stride=placement.heads_k_stride,
-        **options,
-    )
-    outputs = {rank: (out, lse) for rank, (out, lse, _) in enumerate(results)}
-    sink = [] if options["sink"] is None else [options["sink"]]
-    leaves = [x for shard in shards for x in shard]
-    grads = _differentiate(call, inputs, leaves + sink, outputs)
+    As one rank of the default group, or as virtual ones. Their dsink comes whole, with the first.
+    """
+    workload, placement, function = case.workload, case.placement, case.function
+    form = "" if virtual else function.form
+    shards = [
+        packed_leaves(form, *(part(case, name, inputs[name], rank) for name in "qkv"))
+        for rank in ranks
+    ]
+    options: dict[str, Any] = {
+        **workload.options,
+        "alibi_slopes": inputs.get("slopes"),
+        "return_attn_probs": True,
+        "kernel": placement.kernel,
+    }
+    sinks = [inputs["sink"].detach().clone().requires_grad_()] if "sink" in inputs else []
+    options["sink"] = sinks[0] if sinks else None
+    if virtual:
+        results = run_virtual(
+            placement.layout,
+            placement.route,
+            [(shard["q"], shard["k"], shard["v"]) for shard in shards],
+            workload.lengths,
+            workload.lengths_k,
+            packed=workload.packed,
+            heads_k_stride=placement.heads_k_stride,
+            **options,
+        )
+    else:
+        device = inputs["q"].device
+        own = own_arguments(function.signature, workload, placement, ranks[0], device)
+        if function.prefix:
+            del options["kernel"]  # the name says it
+        results = [getattr(api, function.name)(**shards[0], **own, **options)]
+    outputs, grads = [], []
+    for rank, (out, lse, _) in zip(ranks, results, strict=True):
+        for name, output in (("dout", out), ("dlse", lse)):
+            if name in inputs:
+                outputs.append(output)
+                grads.append(part(case, name, inputs[name], rank))
+    leaves = [leaf for shard in shards for leaf in shard.values()]
+    found_grads = iter(torch.autograd.grad(outputs, leaves + sinks, grads))
     found = []
-    for rank, (out, lse) in outputs.items():
-        dq, dk, dv = grads[3 * rank : 3 * rank + 3]
-        found.append({"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv})
-    if sink:
-        found[0]["dsink"] = grads[-1]
+    for (out, lse, _), shard in zip(results, shards, strict=True):
+        tensors = {"out": out.detach(), "lse": lse.detach()}
+        for name in shard:
+            grad = next(found_grads)
+            views = grad.unbind(-3) if len(name) > 1 else (grad,)  # of qkv, kv; q, k, v
+            tensors |= {f"d{each}": view for each, view in zip(name, views, strict=True)}
+        found.append(tensors)
+    if sinks:
+        found[0]["dsink"] = next(found_grads)
     return found
 
 
@@ -265,84 +277,197 @@ def call_on_one_device(workload: Workload, seed: int, kernel: str, device: torch
     name = "flash_attn_varlen_func" if workload.packed else "flash_attn_func"
     (function,) = find_functions((name,))
     torch.manual_seed(seed)
-    call = VerifyCall(function, workload, Placement(1, "", "", kernel), seed=seed)
-    return call_on_rank(call, make_inputs(workload, seed, device), 0)
+    case = Case(function, workload, Placement(1, "", "", kernel), seed=seed)
+    (found,) = call_ranks(case, make_inputs(workload, seed, device), [0], virtual=False)
+    return found
 
 
-def _shard(call: VerifyCall, inputs: Tensors, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (part(call, name, inputs[name], rank) for name in ("q", "k", "v"))
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+# Inputs, what the oracle says of them, and how far others may be from that.
 
 
-def _options(call: VerifyCall, inputs: Tensors) -> dict[str, Any]:
-    """Arguments that all functions share."""
-    sink = inputs.get("sink")
+@dataclass(frozen=True)
+class Expected:
+    """A tensor, or a rank's part of it, and what is needed to judge others.
+
+    Attributes:
+        tensor: out, lse, dq, dk, dv or dsink in fp64.
+        dtype: of the inputs.
+        plain: of the whole tensor, the largest error of the naive formula in that dtype.
+        largest: of the whole tensor, the largest absolute value.
+        scale: the largest absolute value of the whole tensor or of a part that it is the sum of.
+            The derivative of a softmax is a difference, P·dP − P·delta, of which less may be left
+            than the rounding of either part; with a single key nothing at all. That of a sink is
+            a sum over delta's products.
+    """
+
+    tensor: Tensor
+    dtype: torch.dtype
+    plain: float
+    largest: float
+    scale: float
+
+    @property
+    def size(self) -> float:
+        """What errors are relative to: the largest value, as in the original documents.
+
+        Where the terms of a gradient cancel, as they do with a few tokens, less may be left than
+        their rounding. Then it is so much that the rounding band is what is accepted; in fp32 and
+        fp64, for which no relative error was ever set, the scale of the terms if nothing is left.
+        """
+        if self.dtype in _HALF:
+            return max(self.largest, self._band / ACCEPTED["dq"] * self.scale)
+        return self.largest if self.largest > _ZERO * self.scale else self.scale
+
+    @property
+    def _band(self) -> float:
+        """What rounding may cost, in parts of the terms that are rounded."""
+        return ROUNDINGS * torch.finfo(self.dtype).eps + SUMMATION * torch.finfo(torch.float32).eps
+
+    def limit(self, name: str) -> float:
+        """The largest error of the tensor of this name that passes.
+
+        Twice the error of plain torch and a rounding band; in half precision never more than what
+        is accepted; in fp64, where plain torch is the oracle itself, a fixed band.
+        """
+        if self.dtype is torch.float64:
+            return FP64_BAND * self.scale
+        limit = FACTOR * self.plain + self._band * self.scale
+        accepted = accepted_error(name, dtype_name(self.dtype))
+        return limit if accepted is None else min(limit, accepted * self.size)
+
+    def compare(self, name: str, rank: int, got: Tensor, other: Tensor | None = None) -> Error:
+        """The error of what a rank computed; or its difference from another result of the same.
+
+        That may be as far from the right one as this: limits double.
+        """
+        want, factor = (self.tensor, 1) if other is None else (other, 2)
+        if got.shape != want.shape:
+            raise ValueError(f"{name} has shape {tuple(got.shape)}, not {tuple(want.shape)}")
+        apart = difference(got, want)
+        count = max(1, apart.numel())
+        worst = _largest(apart)
+        return Error(
+            name,
+            rank,
+            max=worst,
+            mean=float(apart.sum()) / count,
+            rmse=float(apart.square().sum() / count) ** 0.5,
+            relative=worst / (self.size or 1.0),
+            plain=factor * self.plain,
+            limit=factor * self.limit(name),
+        )
+
+
+def difference(got: Tensor, want: Tensor) -> Tensor:
+    """Absolute difference in fp64; infinities that agree differ by 0, a NaN by infinity."""
+    got, want = got.double(), want.double()
+    apart = torch.where(got == want, 0.0, (got - want).abs())
+    return torch.nan_to_num(apart, nan=torch.inf, posinf=torch.inf)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.max()) if x.numel() else 0.0
+
+
+def _magnitude(x: Tensor) -> float:
+    """The largest finite absolute value; 0 if there is none."""
+    return _largest(x.double().abs().nan_to_num(nan=0.0, posinf=0.0))
+
+
+def dropout_seed(seed: int) -> int:
+    """The seed that the library draws after `torch.manual_seed(seed)`."""
+    generator = torch.Generator().manual_seed(seed)
+    return int(torch.randint(1 << 62, (), dtype=torch.int64, generator=generator))
+
+
+@lru_cache(maxsize=4)
+def make_inputs(workload: Workload, seed: int, device: torch.device) -> Tensors:
+    """Normally distributed inputs, drawn on the CPU so that every device gets the same ones.
+
+    Returns:
+        Whole tensors, the same on every rank: q, k, v and dout in the workload's dtype; where it
+        has them dlse and sink, in fp32 (fp64 for fp64), and slopes, in fp32, (nheads,) for packed
+        documents and (batch, nheads) for a batch.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lead = () if workload.packed else (workload.batch,)
+    total_q, total_k = workload.seqlen, sum(workload.lengths_k)
+    nheads, nheads_k = workload.nheads, workload.nheads_k
+    dim, dim_v = workload.headdim, workload.headdim_v or workload.headdim
+    shapes = {
+        "q": (*lead, total_q, nheads, dim),
+        "k": (*lead, total_k, nheads_k, dim),
+        "v": (*lead, total_k, nheads_k, dim_v),
+        "dout": (*lead, total_q, nheads, dim_v),
+    }
+    if workload.lse_grad:
+        shapes["dlse"] = (*lead, nheads, total_q)
+    if workload.sink:
+        shapes["sink"] = (nheads,)
+    inputs = {}
+    for name, shape in shapes.items():
+        dtype = workload.torch_dtype
+        if name in ("dlse", "sink") and dtype is not torch.float64:
+            dtype = torch.float32
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        inputs[name] = drawn.to(device, dtype)
+    if workload.alibi:
+        slopes = 2.0 ** -torch.arange(1, nheads + 1, dtype=torch.float32, device=device)
+        numbers = torch.arange(1, workload.batch + 1, device=device)
+        inputs["slopes"] = slopes if workload.packed else slopes / numbers[:, None]
+    return inputs
+
+
+@lru_cache(maxsize=4)
+def expected(workload: Workload, seed: int, device: torch.device) -> dict[str, Expected]:
+    """What the oracle says: out, lse, dq, dk, dv and, with a sink, dsink, also query by query."""
+    right, parts = _attend(workload, seed, device, torch.float64)
+    plain, _ = _attend(workload, seed, device, workload.torch_dtype)
     return {
-        **call.workload.options,
-        "alibi_slopes": inputs.get("slopes"),
-        "return_attn_probs": True,
-        "sink": None if sink is None else sink.detach().clone().requires_grad_(),
-        "kernel": call.placement.kernel,
+        name: Expected(
+            x,
+            workload.torch_dtype,
+            plain=_largest(difference(plain[name], x)),
+            largest=_magnitude(x),
+            scale=max(_magnitude(x), _magnitude(parts[name]) if name in parts else 0.0),
+        )
+        for name, x in right.items()
     }
 
 
-def _differentiate(
-    call: VerifyCall,
-    inputs: Tensors,
-    leaves: list[Tensor],
-    outputs: Mapping[int, tuple[Tensor, Tensor]],
-) -> tuple[Tensor, ...]:
-    """Gradients of leaves; `outputs` are out and lse of some ranks."""
-    ends, grads = [], []
-    for rank, (out, lse) in outputs.items():
-        for name, end in (("dout", out), ("dlse", lse)):
-            if name in inputs:
-                ends.append(end)
-                grads.append(part(call, name, inputs[name], rank))
-    return torch.autograd.grad(ends, leaves, grads)
+def _attend(
+    workload: Workload, seed: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensors, Tensors]:
+    """The naive formula in one dtype: out, lse and gradients; and what dq, dk and dsink sum up."""
+    inputs = make_inputs(workload, seed, device)
+    wanted = [name for name in ("q", "k", "v", "sink") if name in inputs]
+    leaves = {name: inputs[name].to(dtype).detach().requires_grad_() for name in wanted}
+    sink = leaves.get("sink")
+    drawn = dropout_seed(seed) if workload.dropout_p else 0
+    rules = Rules(**workload.options, alibi_slopes=inputs.get("slopes"), sink=sink, seed=drawn)
+    cu_seqlens = workload.cu_seqlens, workload.cu_seqlens_k or workload.cu_seqlens
+    out, lse = oracle(leaves["q"], leaves["k"], leaves["v"], rules, *cu_seqlens)
+    ends = {"dout": out, "dlse": lse}
+    grads = {name: inputs[name].to(dtype) for name in ends if name in inputs}
+    found = torch.autograd.grad(
+        [ends[name] for name in grads],
+        list(leaves.values()),
+        list(grads.values()),
+        retain_graph=True,
+    )
+    tensors = {"out": out.detach(), "lse": lse.detach()}
+    tensors |= {f"d{name}": grad for name, grad in zip(leaves, found, strict=True)}
+    products = (out.detach() * grads["dout"]).transpose(-2, -3)  # (…, nheads, seqlen, headdim)
+    delta = products.sum(-1)
+    part = torch.autograd.grad(lse, [leaves["q"], leaves["k"]], delta)
+    parts = dict(zip(("dq", "dk"), part, strict=True))
+    if sink is not None:
+        share = (sink[:, None] - lse).detach().exp()
+        tensors["dsink by query"] = share * (grads.get("dlse", 0.0) - delta)
+        parts["dsink"] = _sum_of_queries(share * products.abs().sum(-1))
+    return tensors, parts
 
 
-# Two results of the same call.
-
-
-class Differences:
-    """Compares what a process computes with one device, and with the kernel `options.versus`."""
-
-    def __init__(self, options: VerifyOptions, device: torch.device) -> None:
-        self._options, self._device = options, device
-        self._workload: Workload | None = None
-        self._baseline: dict[Any, tuple[str, Tensors]] = {}  # of this workload
-
-    def of(
-        self, call: VerifyCall, kernel: str, found: Tensors, rank: int
-    ) -> dict[str, tuple[Error, ...]]:
-        """By what a rank's tensors are compared with; calls come in the order of `make_calls`."""
-        if not self._options.report:
-            return {}
-        if call.workload != self._workload:
-            self._workload = call.workload
-            self._baseline.clear()
-        others: dict[str, Tensors] = {}
-        if call.placement.layout:
-            whole = call_on_one_device(call.workload, call.seed, kernel, self._device)
-            names = [name for name in found if name != "dsink"]  # a rank has a part of the sum
-            others[ONE_DEVICE] = {name: part(call, name, whole[name], rank) for name in names}
-        placement, versus = call.placement, self._options.versus
-        key = (replace(call.function, prefix=""), placement.layout, placement.route, rank)
-        used, tensors = self._baseline.get(key, (kernel, found))
-        if placement.kernel == versus:
-            self._baseline[key] = kernel, found
-        elif used != kernel:
-            others[versus] = tensors
-        right = expected(call.workload, call.seed, self._device)
-        differences = {}
-        for name_of_other, other in others.items():
-            errors = (
-                replace(right[name], tensor=want).compare(name, rank, found[name])
-                for name, want in other.items()
-            )
-            # The other tensors may be as far from the right ones as these.
-            differences[name_of_other] = tuple(
-                replace(each, plain=2 * each.plain, limit=2 * each.limit) for each in errors
-            )
-        return differences
+def _sum_of_queries(x: Tensor) -> Tensor:
+    """By head, of a tensor like lse."""
+    return x.transpose(-1, -2).flatten(0, -2).sum(0)

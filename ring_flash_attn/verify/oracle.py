@@ -1,11 +1,11 @@
-"""The oracle: softmax attention the naive way, S×S in fp64, under torch's own autograd.
+"""The oracle: softmax attention the naive way, S×S in fp64, and shards cut by slicing lists.
 
 It shares no code with layouts, tiles, plans or kernels, so that a mistake there cannot hide here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,3 +111,42 @@ def _kept(rules: Rules, batch: int, starts: tuple[int, int], p: Tensor) -> Tenso
     rows = _mix(_mix(word ^ spread(0, p.shape[0]))[:, None] ^ spread(starts[0], p.shape[1]))
     bits = _mix(rows[..., None] ^ spread(starts[1], p.shape[2]))
     return (bits >= round(rules.dropout_p * 2**32)).to(p.dtype) / (1 - rules.dropout_p)
+
+
+# Shards.
+
+
+def _part(tokens: list[int], part: int, parts: int) -> list[int]:
+    """One of `parts` pieces, whose ends are the whole numbers below part / parts of the length."""
+    ends = [len(tokens) * i // parts for i in range(parts + 1)]
+    return tokens[ends[part] : ends[part + 1]]
+
+
+def _zigzag(tokens: list[int], rank: int, world_size: int) -> list[int]:
+    early = _part(tokens, rank, 2 * world_size)
+    late = _part(tokens, 2 * world_size - 1 - rank, 2 * world_size)
+    return early + late
+
+
+_CUTS: dict[str, Callable[[list[int], int, int], list[int]]] = {
+    "contiguous": _part,
+    "zigzag": _zigzag,
+    "stripe": lambda tokens, rank, world_size: tokens[rank::world_size],
+}
+
+
+def cut_names() -> tuple[str, ...]:
+    """The layouts that can be cut here."""
+    return (*_CUTS, *(f"flat_{name}" for name in _CUTS))
+
+
+def cut(layout: str, lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Places in the whole stream of a rank's tokens, in local order; lengths are documents'."""
+    stream = list(range(sum(lengths)))
+    if layout.startswith("flat_"):
+        return _CUTS[layout.removeprefix("flat_")](stream, rank, world_size)
+    tokens: list[int] = []
+    for length in lengths:
+        document, stream = stream[:length], stream[length:]
+        tokens += _CUTS[layout](document, rank, world_size)
+    return tokens

@@ -49,7 +49,7 @@ from ring_flash_attn import (
     position_ids,
     shard,
 )
-from ring_flash_attn.adapters import hf_adapter, hf_arguments, hf_forward, hf_models, shift_labels
+from ring_flash_attn.adapters import hf_adapter, hf_forward, hf_models, shift_labels
 
 DOCUMENTS = [5, 1, 13, 4, 9]  # 32 tokens; no boundary falls on that of a shard
 SIZES = {
@@ -217,10 +217,10 @@ def check_refused_positions(rank: int, world_size: int) -> None:
     hf_adapter.update_ring_flash_attn_params(cu_seqlens, dist.group.WORLD)
     found = position_ids("flat_contiguous", cu_seqlens=cu_seqlens)[None]
     assert torch.equal(found, positions.chunk(world_size, dim=1)[rank])
-    reads, check = [], hf_arguments.check_positions
+    reads, check = [], hf_forward.check_positions
     with pytest.MonkeyPatch.context() as patch:
         record = lambda *args: reads.append(1) or check(*args)  # noqa: E731
-        patch.setattr(hf_arguments, "check_positions", record)
+        patch.setattr(hf_forward, "check_positions", record)
         for count in (1, 2):  # the same tensor again: it may hold other values by now
             model(mine, position_ids=found, use_cache=False)
             assert len(reads) == count
@@ -332,7 +332,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     interfaces = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
     monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", interfaces)
     monkeypatch.setattr(PreTrainedModel, "__call__", PreTrainedModel.__call__)
-    for name in ("_dispatches", "_interfaces", "DATA_PARAMS"):
+    for name in ("_interfaces", "DATA_PARAMS"):
         monkeypatch.setattr(hf_adapter, name, dict(getattr(hf_adapter, name)))
     monkeypatch.setattr(hf_adapter, "RING_ATTN_SWITCH", True)
 
@@ -417,7 +417,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "is_causal=False": ((), {"is_causal": False}),
     "a batch of 3": ((3, 6, 2, 8), {}),
     "against 7 keys": ((), {"key": torch.zeros(1, 7, 2, 8)}),
-    "sliding_window must be at least 1, not 0": ((), {"sliding_window": 0}),
+    "sliding_window must be a positive integer .*not 0": ((), {"sliding_window": 0}),
     r"cu_seq_lens_q=\(2,\)": ((), {"cu_seq_lens_q": torch.tensor([0, 6])}),
     "output_attentions=True": ((), {"output_attentions": True}),
     "position_bias": ((), {"position_bias": torch.zeros(2, 6, 6)}),
@@ -480,16 +480,16 @@ POSITIONS = {  # cu_seqlens, rank of 2, positions, what is wrong with them
 @pytest.mark.parametrize("case", POSITIONS)
 def test_positions(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     cu_seqlens, rank, values, message = POSITIONS[case]
-    monkeypatch.setattr(hf_arguments, "rank_and_size", lambda group: (rank, 2))
+    monkeypatch.setattr(hf_forward, "rank_and_size", lambda group: (rank, 2))
     positions = torch.tensor(values)
     positions = positions[:, None] if positions.ndim == 2 else positions[None]
     size = 3 if case == "axes from 0" else 8
     documents = documents_of(cu_seqlens, rank, 2)
     refused = pytest.raises(ValueError, match=message) if message else nullcontext()
     with refused:
-        hf_arguments.check_positions(positions, size, documents, None)
+        hf_forward.check_positions(positions, size, documents, None)
     monkeypatch.setenv("RFA_CHECK", "off")  # positions that are skipped on purpose
-    hf_arguments.check_positions(positions, size, documents, None)
+    hf_forward.check_positions(positions, size, documents, None)
 
 
 def test_models_that_do_not_take_the_ring_can_be_compiled(calls: list[dict[str, Any]]) -> None:

@@ -22,16 +22,16 @@ from ring_flash_attn.bench.functions import function_names
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
+from ring_flash_attn.cli.verify import precision
 from ring_flash_attn.comm import launch
 from ring_flash_attn.kernels import base, reference
 from ring_flash_attn.kernels.base import kernel_names
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.verify import check
-from ring_flash_attn.verify.catalogue import VerifyCall, VerifyOptions, make_calls
-from ring_flash_attn.verify.cut import cut, cut_names
-from ring_flash_attn.verify.expected import Expected, dropout_seed, expected
-from ring_flash_attn.verify.report import precision_lines
+from ring_flash_attn.verify.catalogue import PASS, Case, VerifyOptions, make_cases
+from ring_flash_attn.verify.check import Expected, dropout_seed, expected
+from ring_flash_attn.verify.oracle import cut, cut_names
 
 
 def rfa(*arguments: str) -> Result:
@@ -161,13 +161,13 @@ def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) 
 
 
 def test_every_public_function_is_verified() -> None:
-    calls = make_calls(VerifyOptions())
-    assert {call.function.name for call in calls} == set(function_names())
+    cases = make_cases(VerifyOptions())
+    assert {case.function.name for case in cases} == set(function_names())
     assert set(function_names(prefixes=True)) == set(FUNCTIONS)
     anywhere = {
-        (call.placement.layout, call.placement.route)
-        for call in calls
-        if call.function.name == "ring_attention"
+        (case.placement.layout, case.placement.route)
+        for case in cases
+        if case.function.name == "ring_attention"
     }
     assert anywhere == {(layout, route) for layout in layout_names() for route in route_names()}
     assert set(cut_names()) >= set(layout_names())
@@ -201,10 +201,10 @@ def test_a_wrong_gradient_of_a_few_tokens_fails() -> None:
     """What is accepted is a share of the values, however large the terms are that cancel."""
     base = Workload(batch=1, seqlen=8, nheads=2, nheads_k=1, headdim=8, causal=True)
     names, dtype = ("flash_attn_func",), torch.bfloat16
-    (call,) = make_calls(
+    (case,) = make_cases(
         VerifyOptions(names, features=("causal",), dtypes=("bfloat16",), seed=4, workload=base)
     )
-    tensors = expected(call.workload, call.seed, torch.device("cpu"))
+    tensors = expected(case.workload, case.seed, torch.device("cpu"))
     for name in ("dq", "dk", "dv"):
         want = tensors[name]
         assert not want.compare(name, 0, 1.06 * want.tensor).passed, name
@@ -222,10 +222,10 @@ def test_a_right_gradient_passes_where_its_terms_cancel() -> None:
         seed=59,
         workload=Workload(batch=1, seqlen=1, nheads=2, nheads_k=1, headdim=8, causal=True),
     )
-    for result in check.check_all(make_calls(options), options, "", 60.0):
-        assert result.status is check.Status.PASS, result
-        lines = precision_lines([result], by_rank=True)
-        assert {line.verdict for line in lines} == {"within"}, "the report agrees"
+    for case in check.check_all(make_cases(options), options, "", 60.0):
+        assert case.status == PASS, case
+        ((_, rows),) = precision([case], by_rank=True)
+        assert {row[-1] for row in rows} == {"within"}, "the report agrees"
 
 
 def test_infinities_have_to_agree_and_nan_never_passes() -> None:
@@ -241,12 +241,13 @@ def test_infinities_have_to_agree_and_nan_never_passes() -> None:
 
 
 def test_a_rank_answers_for_its_own_part_of_the_sink_gradient() -> None:
-    (call, *_) = make_calls(VerifyOptions(names=("ring_flash_attn_func",), features=("sink",)))
-    given = call.workload, call.seed, torch.device("cpu")
-    total = call.workload.seqlen
-    parts = [expected(*given, tuple(cut("stripe", (total,), rank, 3))) for rank in range(3)]
-    whole = expected(*given)["dsink"].tensor
+    (case, *_) = make_cases(VerifyOptions(names=("ring_flash_attn_func",), features=("sink",)))
+    case = replace(case, workload=replace(case.workload, lse_grad=True))
+    cpu = torch.device("cpu")
+    parts = [check.expected_on_rank(case, rank, cpu, own_sink=True) for rank in range(4)]
+    whole = expected(case.workload, case.seed, cpu)["dsink"].tensor  # by autograd
     torch.testing.assert_close(sum(part["dsink"].tensor for part in parts), whole)
+    assert not torch.allclose(parts[0]["dsink"].tensor, whole)
 
 
 def test_the_expected_seed_is_the_one_that_the_library_draws() -> None:
@@ -439,12 +440,12 @@ def test_a_rank_that_hangs_is_named() -> None:
 
 
 def crashes_in_full(
-    rank: int, world_size: int, calls: list[VerifyCall], options: VerifyOptions
-) -> Iterator[list[check.Result]]:
-    for call in calls:
-        if rank == 1 and call.feature == "full":
+    rank: int, world_size: int, cases: list[Case], options: VerifyOptions
+) -> Iterator[Case]:
+    for case in cases:
+        if rank == 1 and case.feature == "full":
             raise KeyError("a mistake on rank 1")
-        yield [check.Result(call, check.Status.PASS, "reference")]
+        yield replace(case, status=PASS, used_kernel="reference")
 
 
 def test_after_a_crash_the_rest_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:

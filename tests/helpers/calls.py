@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
 from ring_flash_attn.bench.functions import all_functions
-from ring_flash_attn.verify.cut import cut
+from ring_flash_attn.verify.oracle import cut
 
 # name without prefix → (family, form)
 FUNCTIONS = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_flash_attn.verify.expected import difference, dropout_seed
+from ring_flash_attn.verify.check import difference, dropout_seed
 from ring_flash_attn.verify.oracle import Rules, oracle
 
 Results = dict[str, Tensor]  # out, lse, dq, dk, dv, and dsink where there is a sink

@@ -11,88 +11,90 @@ from typer.testing import CliRunner
 
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.verify.catalogue import VerifyCall, VerifyOptions, make_calls
-from ring_flash_attn.verify.check import Result, Status
-from ring_flash_attn.verify.expected import Error
-from ring_flash_attn.verify.report import (
-    accepted_in_words,
-    by_place,
-    precision_lines,
-    verify_results,
-    write_markdown,
+from ring_flash_attn.cli.verify import accepted_in_words, precision, verify_results, write_markdown
+from ring_flash_attn.verify.catalogue import (
+    ERROR,
+    FAIL,
+    ORACLE,
+    PASS,
+    Case,
+    Error,
+    VerifyOptions,
+    make_cases,
 )
 
 
-def call(function: str, feature: str = "causal", dtype: str = "bfloat16") -> VerifyCall:
+def case(function: str, feature: str = "causal", dtype: str = "bfloat16") -> Case:
     options = VerifyOptions(names=(function,), features=(feature,), dtypes=(dtype,), world_size=2)
-    return next(each for each in make_calls(options) if each.function.name == function)
+    return next(each for each in make_cases(options) if each.function.name == function)
 
 
 def error(tensor: str, rank: int, size: float, relative: float) -> Error:
     return Error(tensor, rank, size, size / 4, size / 2, relative, plain=size, limit=2 * size)
 
 
-def passed(asked: VerifyCall, *errors: Error) -> Result:
-    return Result(asked, Status.PASS, "reference", errors)
+def passed(asked: Case, *errors: Error) -> Case:
+    return replace(asked, status=PASS, used_kernel="reference", compared={ORACLE: errors})
 
 
 RING, ALONE = "ring_flash_attn_func", "flash_attn_func"
-RESULTS = [
-    passed(call(RING), error("out", 0, 1.0, 0.002), error("out", 1, 2.0, 0.003)),
-    passed(call(RING, "full"), error("out", 0, 4.0, 0.001), error("dq", 1, 0.5, 0.049)),
-    passed(call(RING, dtype="float32"), error("out", 0, 3.0, 0.5)),
-    passed(call(ALONE), error("out", 0, 7.0, 0.01), error("out", 1, 7.0, 0.01)),
+CASES = [
+    passed(case(RING), error("out", 0, 1.0, 0.002), error("out", 1, 2.0, 0.003)),
+    passed(case(RING, "full"), error("out", 0, 4.0, 0.001), error("dq", 1, 0.5, 0.049)),
+    passed(case(RING, dtype="float32"), error("out", 0, 3.0, 0.5)),
+    passed(case(ALONE), error("out", 0, 7.0, 0.01), error("out", 1, 7.0, 0.01)),
 ]
 
 
-def test_lines_have_the_worst_of_cases_and_ranks() -> None:
-    alone, exact, out, dq = precision_lines(RESULTS, by_rank=False)
-    assert (alone.function, alone.rank, alone.world_size) == (ALONE, "", 1)
-    assert (out.tensor, out.rank, out.cases, out.dtype) == ("out", "all", 2, "bf16")
-    assert (out.max, out.mean, out.rmse, out.relative) == (4.0, 1.0, 2.0, 0.003)
-    assert (dq.tensor, dq.max) == ("dq", 0.5)
-    assert (exact.dtype, exact.max) == ("fp32", 3.0)
+def test_rows_have_the_worst_of_cases_and_ranks() -> None:
+    (_, (alone,)), (_, (exact, out, dq)) = precision(CASES, by_rank=False)
+    assert (alone[0], alone[5]) == (ALONE, "")
+    point = "contiguous × ring × reference"
+    numbers = ["4.00e+00", "1.00e+00", "2.00e+00", "3.00e-03"]
+    assert out[:10] == [RING, point, "bf16", "2", "out", "all", *numbers]
+    assert (dq[4], dq[6]) == ("dq", "5.00e-01")
+    assert (exact[2], exact[6]) == ("fp32", "3.00e+00")
 
 
 def test_what_is_accepted_is_a_matter_of_the_tensor_and_the_dtype() -> None:
-    lines = precision_lines(RESULTS, by_rank=False)
-    assert [line.accepted for line in lines] == [1e-2, None, 1e-2, 5e-2]
-    assert [line.verdict for line in lines] == ["above", "", "within", "within"]  # 0.01 is not less
+    rows = [row for _, own in precision(CASES, by_rank=False) for row in own]
+    assert [row[10] for row in rows] == ["< 1e-02", "", "< 1e-02", "< 5e-02"]
+    assert [row[11] for row in rows] == ["above", "", "within", "within"]  # 0.01 is not less
 
 
-def test_each_rank_has_lines_of_its_own() -> None:
-    lines = precision_lines(RESULTS[:1] + RESULTS[3:], by_rank=True)
-    assert [(line.function, line.rank, line.max) for line in lines] == [
-        (ALONE, "", 7.0),  # the same on every rank
-        (RING, "all", 2.0),
-        (RING, "0", 1.0),
-        (RING, "1", 2.0),
+def test_each_rank_has_rows_of_its_own() -> None:
+    (alone, first), (ranks, others) = precision(CASES[:1] + CASES[3:], by_rank=True)
+    assert [(row[0], row[5], row[6]) for row in (*first, *others)] == [
+        (ALONE, "", "7.00e+00"),  # the same on every rank
+        (RING, "all", "2.00e+00"),
+        (RING, "0", "1.00e+00"),
+        (RING, "1", "2.00e+00"),
     ]
-    titles = [title for title, _ in by_place(lines)]
-    assert titles == ["Precision on one device", "Precision on 2 ranks"]
+    assert (alone, ranks) == ("Precision on one device", "Precision on 2 ranks")
 
 
 def test_the_largest_errors_in_half_precision_in_a_sentence() -> None:
-    (line,) = accepted_in_words(RESULTS)
+    (line,) = accepted_in_words(CASES)
     assert "outputs 1.0e-02 (accepted: < 1e-02), gradients 4.9e-02 (accepted: < 5e-02)" in line
-    assert list(accepted_in_words(RESULTS[2:3])) == []
+    assert list(accepted_in_words(CASES[2:3])) == []
 
 
 def test_markdown_names_what_was_not_measured(tmp_path: Path) -> None:
-    broken = Result(call(RING), Status.ERROR, reason="rank 1: Traceback\nKeyError: 'a mistake'")
+    reason = "rank 1: Traceback\nKeyError: 'a mistake'"
+    broken = replace(case(RING), status=ERROR, reason=reason)
     options = VerifyOptions(world_size=2)
-    write_markdown(tmp_path / "new" / "report.md", [*RESULTS, broken], options, 1.5, by_rank=True)
+    write_markdown(tmp_path / "new" / "report.md", [*CASES, broken], options, 1.5, by_rank=True)
     text = (tmp_path / "new" / "report.md").read_text()
-    assert "5 cases: 4 pass, 1 error (1.5 s)" in text
+    assert "5 cases: 1 error, 4 pass (1.5 s)" in text
     row = f"| `{RING}` | contiguous × ring × reference | bf16 | 2 | out | 1 | 2.00e+00 | 5.00e-01 "
     assert row + "| 1.00e+00 | 3.00e-03 | < 1e-02 | within |" in text
     assert "bf16, causal, batch: error: KeyError: 'a mistake'" in text
 
 
 def test_infinities_can_be_written(tmp_path: Path) -> None:
-    wrong = replace(RESULTS[0].errors[0], max=float("inf"))
-    result = Result(call(RING), Status.FAIL, "reference", (wrong,))
-    verify_results([result], VerifyOptions(), 1.0).save(tmp_path / "report.json")
+    wrong = replace(CASES[0].errors[0], max=float("inf"))
+    failed = replace(CASES[0], status=FAIL, compared={ORACLE: (wrong,)})
+    verify_results([failed], VerifyOptions(), 1.0).save(tmp_path / "report.json")
     (row,) = load(tmp_path / "report.json").rows
     assert (row.errors["out"]["max"], row.errors["out"]["passed"]) == ("inf", False)
 
