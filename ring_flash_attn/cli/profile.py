@@ -87,9 +87,8 @@ def profile(
     console, rounds = screen(), repeats_on(where, repeats)
     with status(console, f"profiling {subject}") as report:
         facts = run_profile(subject, output, rounds, report)
-    print_lines(console, [f"{subject}: {workload}"])
-    print_lines(console, (f"{number}. {each}" for number, each in enumerate(find(facts), 1)))
-    print_lines(console, verdicts(facts))
+    findings = (f"{number}. {each}" for number, each in enumerate(find(facts), 1))
+    print_lines(console, (f"{subject}: {workload}", *findings, *verdicts(facts)))
     print_lines(console, (f"no {name}: {why}" for name, why in facts.missing.items()))
     print_lines(console, [ON_CPU] if facts.on_cpu else [])
     console.print(f"wrote {output / SUMMARY}: start there", markup=False, soft_wrap=True)

@@ -16,9 +16,17 @@ from typer.testing import CliRunner, Result
 from ring_flash_attn.bench.link import LINKS
 from ring_flash_attn.bench.machine import Peak
 from ring_flash_attn.bench.profile import parts, run
-from ring_flash_attn.bench.profile.counters import read_counters
-from ring_flash_attn.bench.profile.facts import BANDWIDTH, COMPUTE, NEITHER, Facts, TimedPass
-from ring_flash_attn.bench.profile.findings import find, short, verdicts
+from ring_flash_attn.bench.profile.findings import (
+    BANDWIDTH,
+    COMPUTE,
+    NEITHER,
+    Facts,
+    TimedPass,
+    find,
+    short,
+    verdicts,
+)
+from ring_flash_attn.bench.profile.nsight import read_counters
 from ring_flash_attn.bench.profile.parts import PARTS, prepare_folder
 from ring_flash_attn.bench.profile.subject import Subject, make_subject
 from ring_flash_attn.bench.profile.summary import baseline_lines, comparison_lines, summary
@@ -26,11 +34,9 @@ from ring_flash_attn.bench.profile.trace import (
     Activity,
     Overlap,
     Used,
-    common,
-    length,
+    covered,
     overlap,
     read_trace,
-    union,
 )
 from ring_flash_attn.bench.replays.rank import PersistentPool
 from ring_flash_attn.bench.replays.results import COMPUTE as COMPUTE_LANE
@@ -194,9 +200,9 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
 
 
 def test_intervals() -> None:
-    assert union([(4, 5), (0, 2), (1, 3), (3, 3.5)]) == [(0, 3.5), (4, 5)]
-    assert length([(0, 3.5), (4, 5)]) == 4.5
-    assert common([(0, 3), (4, 6)], [(2, 5), (8, 9)]) == 2
+    times = [(4, 5), (0, 2), (1, 3), (3, 3.5), (0.5, 1)]
+    assert covered(Bar(COMPUTE_LANE, "forward", "0", *each) for each in times) == 4.5
+    assert covered([]) == 0
 
 
 def test_overlap_of_a_timeline() -> None:
@@ -228,8 +234,7 @@ def facts(**changes: Any) -> Facts:
         "timed": (timed(1.0, 0.5),),
         "activity": Activity(True, 3, kernels, (), 8.0, 16.0, {"7": 8.0}),
         "overlap": None,
-        "baseline": (),
-        "comparison": (),
+        "rows": (),
         "counters": (),
         "missing": {parts.NSYS: "nsys is not installed"},
     }
@@ -270,14 +275,14 @@ def test_findings_about_counters_and_others() -> None:
         for name, ms in (("triton", 1.0), ("SDPA cuDNN", 0.5), ("fa4", 0.8))
     ]
     failed = Row("compare", "xFormers", BOTH, {}, failed="it is not there")
-    of = facts(counters=read_counters(RAW), comparison=(*rows, failed))
+    of = facts(counters=read_counters(RAW), rows=(*rows, failed))
     text = said(of)
     assert "tensor cores 68 % busy, and the SMs 70 %" in text
     assert "uses 35 % of the bandwidth of DRAM" in text
     assert "wait most for: long scoreboard (2.00 warps" in text
     assert "SDPA cuDNN: 0.500 ms; triton takes 1.000 ms, 2.00 times as long" in text
     assert "rfa compare" in text
-    assert "--kernel fa4" in said(replace(of, comparison=(rows[0], rows[2])))
+    assert "--kernel fa4" in said(replace(of, rows=(rows[0], rows[2])))
     whole = summary(of)
     assert "- xFormers: it is not there" in whole
     assert "| SDPA cuDNN | 0.500 | 1 |" in whole
@@ -316,7 +321,7 @@ def test_verdicts_on_the_gpu_and_who_else_uses_it() -> None:
     of = facts(
         timed=(timed(1.0, 1.6),),
         machine={"device": "a GPU", **busy},
-        comparison=rows,
+        rows=rows,
         counters=read_counters(RAW),
     )
     assert verdict_of(of) == {

@@ -1,15 +1,23 @@
-"""Findings: what is slow and why, each a sentence with its number, and what to try."""
+"""What a profile has found: numbers, findings (what is slow and why, what to try) and verdicts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ...kernels.base import kernel_names
-from ..results import BOTH
+from ..machine import Peak
+from ..results import BOTH, COMPARE, Row
 from ..verdicts import Verdict, judge, machine_verdicts, rate_verdict
-from .facts import COMPUTE, NEAR, NEITHER, Facts
-from .parts import NCU_COMPUTE
+from .nsight import Counters
+from .parts import NCU_COMPUTE, PARTS
+from .subject import Subject
+from .trace import Activity, Overlap
 
+NEAR = 0.5  # of a limit: what is nearer to it is bound by it
+COMPUTE, BANDWIDTH, NEITHER = "compute-bound", "bandwidth-bound", "neither"
 _IDLE, _SMALL, _HIDDEN = 0.1, 0.15, 0.9  # shares that are worth a word
 _MEASURABLE, _EXPOSED, _FASTER = 0.01, 0.05, 0.95
 _TENSOR, _OCCUPANCY = 60.0, 25.0  # percent
@@ -18,38 +26,110 @@ _SHOWN = 60  # characters of a kernel's name
 # Limits of the original documents.
 _BUSY, _BANDWIDTH, _SMS, _SPEED_UP = (90.0, 70.0), 80.0, 90.0, (3.0, 2.0)
 _PLAIN = "torch standard"
+_HOST_BOUND = "larger calls, CUDA graphs, or torch.compile around the model"
 Finding = tuple[str, str]  # a sentence with a number, and what to try, if anything
 
 
+@dataclass
+class TimedPass:
+    """One of the subject's passes, and how near it comes to the device's limits (the roofline)."""
+
+    passes: str
+    samples_ms: tuple[float, ...]
+    host_ms: float  # until everything was queued, median; on the CPU the same as the time
+    flops: float
+    bytes: float  # the least that it has to read and write
+    peak: Peak | None  # what the device does at best; None on the CPU, and so are shares of it
+    peak_bytes: int | None = None  # most memory above inputs, outputs and gradients
+    exposed_ms: float | None = None  # what the link adds to the time without communication
+
+    def __post_init__(self) -> None:
+        self.ms = statistics.median(self.samples_ms)
+        self.tflops, self.gbps = self.flops / self.ms / 1e9, self.bytes / self.ms / 1e6
+        self.intensity = self.flops / self.bytes  # FLOP for each byte
+        self.compute_share = self.bandwidth_share = self.ridge = self.least_ms = self.bound = None
+        if self.peak is None:
+            return
+        self.compute_share = self.tflops / self.peak.tflops
+        self.bandwidth_share = self.gbps / self.peak.gbps
+        # The intensity above which arithmetic is the limit, and what the nearer limit would allow.
+        self.ridge = self.peak.tflops * 1e3 / self.peak.gbps
+        nearest = max(self.compute_share, self.bandwidth_share)
+        self.least_ms = self.ms * nearest
+        limit = COMPUTE if self.intensity >= self.ridge else BANDWIDTH
+        self.bound = limit if nearest >= NEAR else NEITHER
+
+    def to_dict(self) -> dict[str, float | str | None]:
+        """Plain values, without the runs."""
+        left_out = ("passes", "samples_ms", "peak")
+        return {name: each for name, each in vars(self).items() if name not in left_out}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that was found."""
+
+    subject: Subject
+    machine: Mapping[str, object]
+    repeats: int  # rounds of the medians
+    timed: tuple[TimedPass, ...]  # the last one is what the files are about
+    activity: Activity
+    overlap: Overlap | None  # of a replayed rank with a link
+    rows: tuple[Row, ...]  # of a replayed rank, this kernel alone, and all implementations
+    counters: tuple[Counters, ...]  # longest kernel first
+    missing: Mapping[str, str]  # files that could not be written, and why
+
+    @property
+    def main(self) -> TimedPass:
+        """The pass that the files are about."""
+        return self.timed[-1]
+
+    @property
+    def compared(self) -> list[Row]:
+        """All implementations on one device, in that pass."""
+        return [r for r in self.rows if r.kind == COMPARE and r.passes == self.main.passes]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the host did it all."""
+        return self.subject.device.type == "cpu"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without the rows."""
+        return {
+            "subject": self.subject.to_dict(),
+            "passes": {each.passes: each.to_dict() for each in self.timed},
+            "activity": asdict(self.activity),
+            "overlap": None if self.overlap is None else asdict(self.overlap),
+            "counters": self.counters,
+            "files": {name: self.missing.get(name, "written") for name in PARTS},
+        }
+
+
 def find(facts: Facts) -> list[str]:
-    """All of them, the most important ones first."""
-    makers = (_rate, _host, _idle, _kernels, _link, _counters, _memory, _others)
-    return [
-        f"{says} Try: {advice}." if advice else says
-        for make in makers
-        for says, advice in make(facts)
-    ]
+    """All findings, the most important ones first."""
+    makers = (_rate, _host, _kernels, _link, _counters, _others)
+    found = [finding for make in makers for finding in make(facts)]
+    return [f"{says} Try: {advice}." if advice else says for says, advice in found]
 
 
 def verdicts(facts: Facts) -> Iterator[Verdict]:
     """What the original documents look at, beside their limits; nothing on the CPU."""
     if facts.on_cpu:
         return
-    device = str(facts.machine["device"])
     for timed in facts.timed:
         if timed.peak is not None:
+            device = str(facts.machine["device"])
             yield rate_verdict(passes_name(timed.passes), timed.tflops, device, timed.peak)
     busy = 100 * facts.main.ms / max(facts.main.ms, facts.main.host_ms)
-    advice = "larger calls, CUDA graphs, or torch.compile around the model"
-    yield judge("GPU busy, in calls one after the other", busy, *_BUSY, " %", advice)
-    if facts.counters:
-        first = facts.counters[0]
+    yield judge("GPU busy, in calls one after the other", busy, *_BUSY, " %", _HOST_BOUND)
+    for first in facts.counters[:1]:
         for what, value, good in (
-            ("memory bandwidth", first.values["memory_percent"], _BANDWIDTH),
-            ("SMs", first.values["sm_percent"], _SMS),
+            ("memory bandwidth", first["memory_percent"], _BANDWIDTH),
+            ("SMs", first["sm_percent"], _SMS),
         ):
             if value is not None:
-                yield judge(f"{what} of `{short(first.name)}`", value, good, None, " %")
+                yield judge(f"{what} of `{short(first['name'])}`", value, good, None, " %")
     times = _times(facts)
     if facts.subject.kernel in times and _PLAIN in times:
         ratio = times[_PLAIN] / times[facts.subject.kernel]
@@ -69,51 +149,45 @@ def short(name: str) -> str:
 
 def _rate(facts: Facts) -> Iterator[Finding]:
     roof, peak = facts.main, facts.main.peak
-    who = "Forward and backward take" if facts.main.passes == BOTH else "Forward takes"
+    who = "Forward and backward take" if roof.passes == BOTH else "Forward takes"
     says = f"{who} {roof.ms:.3f} ms: {roof.tflops:.4g} TFLOP/s"
-    if peak is None or roof.compute_share is None or roof.bandwidth_share is None:
+    if peak is None or roof.bound is None:
         yield f"{says}.", ""
         return
-    says += (
-        f", {100 * roof.compute_share:.1f} % of the {peak.tflops:.4g} that a product of large "
-        "matrices reaches here."
-    )
-    if roof.bound == COMPUTE:
-        yield (
-            f"{says} It is compute-bound.",
+    memory = f"{100 * roof.gbps / peak.gbps:.1f} %"
+    why, advice = {
+        COMPUTE: (
+            "It is compute-bound.",
             "skip work that a mask makes useless, a faster kernel (`rfa compare`), or `rfa tune`",
-        )
-    elif roof.bound != NEITHER:
-        yield (
-            f"{says} It is bandwidth-bound: {100 * roof.bandwidth_share:.1f} % of a copy's "
-            f"{peak.gbps:.4g} GB/s with the least traffic that there can be.",
+        ),
+        BANDWIDTH: (
+            f"It is bandwidth-bound: {memory} of a copy's {peak.gbps:.4g} GB/s with the least "
+            "traffic that there can be.",
             "fewer passes over memory: fewer KV heads, a larger head dimension for the same work",
-        )
-    else:
-        yield (
-            f"{says} Neither arithmetic nor memory is the limit (below {100 * NEAR:.0f} % of both; "
-            f"memory {100 * roof.bandwidth_share:.1f} %), but launches, latency or occupancy.",
+        ),
+        NEITHER: (
+            f"Neither arithmetic nor memory is the limit (below {100 * NEAR:.0f} % of both; memory "
+            f"{memory}), but launches, latency or occupancy.",
             "more work in a call: a larger batch, longer sequences, more heads",
-        )
+        ),
+    }[roof.bound]
+    yield (
+        f"{says}, {100 * roof.tflops / peak.tflops:.1f} % of the {peak.tflops:.4g} that a product "
+        f"of large matrices reaches here. {why}",
+        advice,
+    )
 
 
 def _host(facts: Facts) -> Iterator[Finding]:
-    timed = facts.main
-    if facts.on_cpu:
-        return
-    share = timed.host_ms / timed.ms
-    says = f"The host queues in {timed.host_ms:.3f} ms what the device does in {timed.ms:.3f} ms"
-    if share > 1:
+    timed, activity = facts.main, facts.activity
+    if not facts.on_cpu:
+        share = timed.host_ms / timed.ms
+        bound = f"a program that does nothing else is host-bound ({share:.1f} times as long)"
         yield (
-            f"{says}: a program that does nothing else is host-bound ({share:.1f} times as long).",
-            "larger calls, CUDA graphs, or torch.compile around the model",
+            f"The host queues in {timed.host_ms:.3f} ms what the device does in {timed.ms:.3f} ms: "
+            f"{bound if share > 1 else 'the host is not in the way'}.",
+            _HOST_BOUND if share > 1 else "",
         )
-    else:
-        yield f"{says}: the host is not in the way.", ""
-
-
-def _idle(facts: Facts) -> Iterator[Finding]:
-    activity = facts.activity
     if activity.on_device and activity.idle_share > _IDLE:
         yield (
             f"In the trace the device ran nothing for {100 * activity.idle_share:.0f} % of the "
@@ -151,15 +225,14 @@ def _link(facts: Facts) -> Iterator[Finding]:
             "the same with `--link nvlink4`",
         )
         return
+    hidden, share = overlap.hidden_share, timed.exposed_ms / timed.ms
+    advice = "`--sources-per-launch` of `rfa replay`, a faster link, or longer shards"
     yield (
         f"Of {overlap.transfers:.3f} ms of transfers over {subject.placement.link_name}, "
-        f"{100 * overlap.hidden_share:.0f} % ran beside kernels of the steps "
-        f"({overlap.compute:.3f} ms of compute).",
-        ""
-        if overlap.hidden_share > _HIDDEN
-        else "`--sources-per-launch` of `rfa replay`, a faster link, or longer shards",
+        f"{100 * hidden:.0f} % ran beside kernels of the steps ({overlap.compute:.3f} ms of "
+        "compute).",
+        "" if hidden > _HIDDEN else advice,
     )
-    share = timed.exposed_ms / timed.ms
     if share < _MEASURABLE:
         yield f"The link adds nothing that can be measured ({timed.exposed_ms:.3f} ms).", ""
         return
@@ -174,9 +247,8 @@ def _counters(facts: Facts) -> Iterator[Finding]:
     if not facts.counters:
         return
     first = facts.counters[0]
-    name, values = f"`{short(first.name)}`", first.values
-    busy, tensor = values["sm_percent"], values["tensor_percent"]
-    dram, occupancy = values["dram_percent"], values["occupancy_percent"]
+    name, tensor, busy = f"`{short(first['name'])}`", first["tensor_percent"], first["sm_percent"]
+    dram, occupancy = first["dram_percent"], first["occupancy_percent"]
     if tensor is not None and busy is not None:
         yield (
             f"{name} keeps the tensor cores {tensor:.0f} % busy, and the SMs {busy:.0f} %.",
@@ -184,8 +256,7 @@ def _counters(facts: Facts) -> Iterator[Finding]:
         )
     if dram is not None:
         yield f"{name} uses {dram:.0f} % of the bandwidth of DRAM.", ""
-    if first.stalls:
-        reason, warps = first.stalls[0]
+    for reason, warps in first["stalls"][:1]:
         yield (
             f"Warps of {name} wait most for: {reason} ({warps:.2f} warps for each that issues).",
             f"the section Warp State Statistics in {NCU_COMPUTE}",
@@ -198,34 +269,26 @@ def _counters(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _memory(facts: Facts) -> Iterator[Finding]:
-    size = facts.main.peak_bytes
-    if size is not None:
-        inputs = facts.main.bytes
-        yield (
-            f"It holds {size / 2**20:.1f} MiB beyond inputs, outputs and gradients, "
-            f"{100 * size / inputs:.0f} % of the least that it reads and writes.",
-            "",
-        )
-
-
 def _times(facts: Facts) -> dict[str, float]:
-    """Of all implementations that ran on one device, in the pass that is profiled."""
-    rows = (row for row in facts.comparison if row.passes == facts.main.passes)
-    return {row.implementation: row.ms for row in rows if row.ms is not None}
+    return {row.implementation: row.ms for row in facts.compared if row.ms is not None}
 
 
 def _others(facts: Facts) -> Iterator[Finding]:
-    """Against the fastest other implementation, on one device."""
-    others, kernel = _times(facts), facts.subject.kernel
-    ours = others.pop(kernel, None)
-    if ours is None or not others:
+    """Memory, and times against the fastest other implementation on one device."""
+    size, times, kernel = facts.main.peak_bytes, _times(facts), facts.subject.kernel
+    if size is not None:
+        yield (
+            f"It holds {size / 2**20:.1f} MiB beyond inputs, outputs and gradients, "
+            f"{100 * size / facts.main.bytes:.0f} % of the least that it reads and writes.",
+            "",
+        )
+    ours = times.pop(kernel, None)
+    if ours is None or not times:
         return
-    best = min(others, key=lambda name: others[name])
-    ratio = others[best] / ours
+    best = min(times, key=lambda name: times[name])
     instead = f"`--kernel {best}`" if best in kernel_names() else "`rfa compare` shows all of them"
     yield (
-        f"The fastest other implementation on one device is {best}: {others[best]:.3f} ms; "
-        f"{kernel} takes {ours:.3f} ms, {1 / ratio:.2f} times as long.",
-        instead if ratio < _FASTER else "",
+        f"The fastest other implementation on one device is {best}: {times[best]:.3f} ms; "
+        f"{kernel} takes {ours:.3f} ms, {ours / times[best]:.2f} times as long.",
+        instead if times[best] / ours < _FASTER else "",
     )

@@ -23,21 +23,13 @@ from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, Placement, Workload
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled.
+    """What is profiled."""
 
-    Attributes:
-        workload: the call; of all ranks together where there are several.
-        placement: how it is spread; `world_size` is 1 for a call on one device.
-        device: where it runs.
-        rank: the one that is replayed.
-        grad: gradients are computed as well.
-    """
-
-    workload: Workload
-    placement: Placement
+    workload: Workload  # of all ranks together where there are several
+    placement: Placement  # with a world_size of 1 for a call on one device
     device: torch.device
-    rank: int = 0
-    grad: bool = True
+    rank: int = 0  # the one that is replayed
+    grad: bool = True  # gradients are computed as well
 
     def __str__(self) -> str:
         if self.world_size == 1:
@@ -64,14 +56,14 @@ class Subject:
         """Those that are timed; the last one is profiled."""
         return (FORWARD, BOTH) if self.grad else (FORWARD,)
 
+    @property
+    def _ranks(self) -> LibraryRanks:
+        return LibraryRanks(self.workload, self.placement, self.device)
+
     def one_rank(self, linked: bool, keep_buffers: bool = True) -> ReplayedRank:
         """The rank, with its link or with communication removed; see `LibraryRanks.rank`."""
         link = self.placement.link if linked else None
         return self._ranks.rank(self.rank, link, keep_buffers)
-
-    @property
-    def _ranks(self) -> LibraryRanks:
-        return LibraryRanks(self.workload, self.placement, self.device)
 
     def works(self, linked: bool = True, keep_buffers: bool = True) -> dict[str, Work]:
         """What a user calls, for each of `passes`; for memory, a rank must not keep buffers."""
@@ -83,8 +75,6 @@ class Subject:
             rank = self.one_rank(linked, keep_buffers)
             found = {FORWARD: rank.forward, BOTH: rank.both}
         return {name: found[name] for name in self.passes}
-
-    # What it comes to.
 
     @cached_property
     def _rank_work(self) -> tuple[int, dict[str, int]]:
@@ -106,14 +96,12 @@ class Subject:
         received = 0 if self.world_size == 1 else self._rank_work[1][passes]
         return self.share.bytes(passes) + received
 
-    # As plain values, for files and for another process.
-
     def place(self) -> dict[str, Any]:
         """The placement of the rank, as in rows of results."""
         return {**self.placement.to_dict(), "rank": self.rank, "link": self.placement.link_name}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, for files and for another process."""
         more = {"kernel": self.kernel, "grad": self.grad, "device": str(self.device)}
         return {"workload": self.workload.to_dict(), **self.place(), **more}
 
@@ -140,15 +128,8 @@ def make_subject(
 ) -> Subject:
     """The subject that a user describes, checked before anything runs.
 
-    Args:
-        workload: the call; of several ranks, one rank's own tokens.
-        device, kernel, grad, world_size: as in `Subject`.
-        rank: by default the one with most pairs to compute.
-        layout, route, link: by default zigzag, ring, and none: communication is removed.
-
-    Raises:
-        ValueError: it makes no sense.
-        NotImplementedError: the kernel cannot do it; with every reason.
+    Of several ranks, the workload is one rank's own tokens. By default the rank is the one with
+    most pairs to compute, the layout zigzag, the route ring, and communication is removed.
     """
     check_kernel(kernel)
     found = find_link(link or NONE)
@@ -163,7 +144,7 @@ def make_subject(
     placement = check_replay(workload, placement, device)
     if rank is None:
         problem = problem_of(workload, placement)
-        pairs = [make_plan(placement.route, problem, each).pairs for each in range(world_size)]
-        rank = max(range(world_size), key=lambda each: (pairs[each], each))  # the last merges most
+        plans = (make_plan(placement.route, problem, each) for each in range(world_size))
+        rank = max(plans, key=lambda plan: (plan.pairs, plan.rank)).rank  # the last merges most
     (rank,) = check_ranks([rank], world_size)
     return Subject(workload, placement, device, rank, grad)
