@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
@@ -13,7 +13,7 @@ from string import Template
 from typing import Any
 
 from ..bench.results import plain_json
-from .records import Source, header, records, timelines
+from .records import Sources, header, records, timelines
 from .schedules import scenes
 
 _SCRIPTS = (
@@ -69,11 +69,11 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def page_data(sources: Sequence[Source]) -> dict[str, Any]:
+def page_data(sources: Sources) -> dict[str, Any]:
     """All that the page shows, as plain values."""
     rows, lines = records(sources), list(timelines(sources))
     return {
-        "sources": [header(source) for source in sources],
+        "sources": [header(file, results) for file, results in sources.items()],
         "records": rows,
         "styles": styles(each["implementation"] for each in (*rows, *lines)),
         "timelines": lines,
@@ -91,14 +91,8 @@ def json_for_script(values: Any) -> str:
     return text
 
 
-def make_page(sources: Sequence[Source], title: str, plotly: str) -> str:
-    """The whole file.
-
-    Args:
-        sources: what to show.
-        title: of the page.
-        plotly: its JavaScript.
-    """
+def make_page(data: Mapping[str, Any], title: str, plotly: str) -> str:
+    """The whole file, with what `page_data` made and plotly's JavaScript."""
     script = "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
     for name, text in (("plotly", plotly), ("the page's script", script)):
         if "</script" in text.lower():
@@ -108,7 +102,7 @@ def make_page(sources: Sequence[Source], title: str, plotly: str) -> str:
         title=escape(title),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         style=_read("page.css"),
-        data=json_for_script(page_data(sources)),
+        data=json_for_script(data),
         plotly=plotly,
         script=script,
     )
@@ -133,13 +127,9 @@ def styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
     found = list(dict.fromkeys(names))
     places = {name: place for place, name in enumerate(_FIXED) if name in found}
     free = (place for place in range(len(_FIXED) + len(found)) if place not in places.values())
+    chosen = {}
     for name in found:
-        if name not in places:
-            places[name] = next(free)
-    return {name: _style(places[name]) for name in found}
-
-
-def _style(place: int) -> dict[str, str]:
-    turn, colour = divmod(place, len(_COLOURS))
-    symbol = (colour + 3 * turn) % len(_SYMBOLS)
-    return {"colour": _COLOURS[colour], "symbol": _SYMBOLS[symbol]}
+        turn, colour = divmod(places[name] if name in places else next(free), len(_COLOURS))
+        symbol = (colour + 3 * turn) % len(_SYMBOLS)
+        chosen[name] = {"colour": _COLOURS[colour], "symbol": _SYMBOLS[symbol]}
+    return chosen
