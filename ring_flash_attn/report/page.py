@@ -13,7 +13,7 @@ from string import Template
 from typing import Any
 
 from ..bench.results import plain_json
-from .records import Sources, header, records, timelines
+from .records import Sources, records, timelines
 from .schedules import scenes
 
 _SCRIPTS = (
@@ -29,7 +29,7 @@ _SCRIPTS = (
 )
 _MISSING = 'rfa report needs plotly: pip install "ring-flash-attn[report]"'
 # What could end the script, or a line of it, as JSON writes it otherwise.
-_ESCAPES = {each: f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
+_ESCAPES = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
 # Colours of implementations, which people who see few colours can tell apart: after Okabe and Ito,
 # without yellow and black (lost on white and on dark), and more that differ from these in lightness
 # as well as in hue.
@@ -73,7 +73,20 @@ def page_data(sources: Sources) -> dict[str, Any]:
     """All that the page shows, as plain values."""
     rows, lines = records(sources), list(timelines(sources))
     return {
-        "sources": [header(file, results) for file, results in sources.items()],
+        "sources": [
+            {
+                "file": file,
+                "device": results.device,
+                "command": str(results.command),
+                "created": str(results.created),
+                "commit": None if results.commit is None else str(results.commit),
+                "versions": {str(name): str(each) for name, each in results.versions.items()},
+                "settings": {str(name): str(each) for name, each in results.settings.items()},
+                "peak": dict(results.peak),
+                "rows": len(results.rows),
+            }
+            for file, results in sources.items()
+        ],
         "records": rows,
         "styles": styles(each["implementation"] for each in (*rows, *lines)),
         "timelines": lines,
@@ -83,12 +96,9 @@ def page_data(sources: Sources) -> dict[str, Any]:
 
 def json_for_script(values: Any) -> str:
     """JSON that may stand between <script> and </script>, whatever its texts hold."""
-    text = json.dumps(
-        plain_json(values), ensure_ascii=False, allow_nan=False, separators=(",", ":")
-    )
-    for character, escaped in _ESCAPES.items():
-        text = text.replace(character, escaped)
-    return text
+    plain, compact = plain_json(values), (",", ":")
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=compact)
+    return text.translate(_ESCAPES)
 
 
 def make_page(data: Mapping[str, Any], title: str, plotly: str) -> str:

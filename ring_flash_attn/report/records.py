@@ -36,21 +36,6 @@ def read(paths: Sequence[Path]) -> Sources:
     return {path.name if names[path.name] == 1 else str(path): load(path) for path in once}
 
 
-def header(file: str, results: Results) -> dict[str, Any]:
-    """What was measured where: a line of the page's first table."""
-    return {
-        "file": file,
-        "device": results.device,
-        "command": str(results.command),
-        "created": str(results.created),
-        "commit": None if results.commit is None else str(results.commit),
-        "versions": {str(name): str(each) for name, each in results.versions.items()},
-        "settings": {str(name): str(each) for name, each in results.settings.items()},
-        "peak": {str(name): each for name, each in results.peak.items()},
-        "rows": len(results.rows),
-    }
-
-
 def records(sources: Sources) -> list[dict[str, Any]]:
     """A record for each row of each file, in order; `case` is the same for all ranks of one."""
     cases: dict[str, int] = {}

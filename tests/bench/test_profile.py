@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench.link import LINKS
 from ring_flash_attn.bench.machine import Peak
+from ring_flash_attn.bench.measure import measure
 from ring_flash_attn.bench.profile import parts, run
 from ring_flash_attn.bench.profile.findings import (
     BANDWIDTH,
@@ -38,10 +39,11 @@ from ring_flash_attn.bench.profile.trace import (
     overlap,
     read_trace,
 )
+from ring_flash_attn.bench.replays import run as replays_run
 from ring_flash_attn.bench.replays.rank import PersistentPool
 from ring_flash_attn.bench.replays.results import COMPUTE as COMPUTE_LANE
 from ring_flash_attn.bench.replays.results import TRANSFERS, Bar
-from ring_flash_attn.bench.results import BOTH, FORWARD, REPLAY, Results, Row, load
+from ring_flash_attn.bench.results import BENCH, BOTH, FORWARD, REPLAY, Results, Row, load
 from ring_flash_attn.bench.workload import Placement, Workload
 from ring_flash_attn.cli.profile import profile
 
@@ -72,17 +74,29 @@ def ranks(**changes: Any) -> Subject:
     )
 
 
+def quiet(line: str) -> None:
+    """Says nothing."""
+
+
+def passes_of(subject: Subject) -> dict[str, TimedPass]:
+    """By pass, timed once."""
+    names = [subject.placement.kernel]
+    rows = measure(names, subject.share, CPU, kind=BENCH, repeats=1, grad=subject.grad)
+    return {each.passes: each for each in run._time(subject, rows, None, 1, quiet)[0]}
+
+
 # Subjects.
 
 
 def test_what_a_call_comes_to() -> None:
     subject = make_subject(SMALL, CPU, "auto")
-    assert subject.kernel == "reference"
+    assert subject.placement.kernel == "reference"
     flops = 4 * 4 * (12 * 13 // 2) * 8
-    assert (subject.flops(FORWARD), subject.flops(BOTH)) == (flops, 3.5 * flops)
+    found = passes_of(subject)
+    assert (found[FORWARD].flops, found[BOTH].flops) == (flops, 3.5 * flops)
     q, k, lse = 12 * 4 * 8 * 4, 12 * 2 * 8 * 4, 12 * 4 * 4
-    assert subject.least_bytes(FORWARD) == 2 * q + 2 * k + lse
-    assert subject.least_bytes(BOTH) == 2 * q + 2 * k + lse + 4 * q + 4 * k + lse
+    assert found[FORWARD].bytes == 2 * q + 2 * k + lse
+    assert found[BOTH].bytes == 2 * q + 2 * k + lse + 4 * q + 4 * k + lse
 
 
 def test_what_a_rank_comes_to() -> None:
@@ -90,11 +104,19 @@ def test_what_a_rank_comes_to() -> None:
     subject = ranks()
     assert subject.rank == 2
     pairs = 12 * 13 // 2 + 2 * 12 * 12
-    assert subject.flops(FORWARD) == 4 * 4 * pairs * 8
+    found, alone = (
+        passes_of(each)[FORWARD] for each in (subject, make_subject(SMALL, CPU, "auto"))
+    )
+    assert found.flops == 4 * 4 * pairs * 8
     received = 2 * (2 * 12 * 2 * 8 * 4)  # k and v of two ranks
-    alone = make_subject(SMALL, CPU, "reference")
-    assert subject.least_bytes(FORWARD) - alone.least_bytes(FORWARD) == received
-    assert ranks(rank=0).flops(FORWARD) == alone.flops(FORWARD)
+    assert found.bytes - alone.bytes == received
+    assert passes_of(ranks(rank=0))[FORWARD].flops == alone.flops
+
+
+def test_one_that_fails_says_why() -> None:
+    row = Row(BENCH, "triton", BOTH, {}, failed="out of memory: 3 GiB")
+    with pytest.raises(RuntimeError, match="triton, both: out of memory: 3 GiB"):
+        TimedPass(row, 1.0, None)
 
 
 @pytest.mark.parametrize("subject", [make_subject(SMALL, CPU, "auto", grad=False), ranks()])
@@ -136,7 +158,7 @@ def test_wrong_subjects_are_refused(changes: dict[str, Any], words: str) -> None
 )
 def test_the_roofline(ms: float, flops: float, size: float, bound: str, least: float) -> None:
     """Against 10 TFLOP/s and 100 GB/s: the limits meet at 100 FLOP for a byte."""
-    roof = TimedPass(BOTH, (ms,), 0.0, flops, size, Peak(10.0, 100.0))
+    roof = timed_pass(BOTH, ms, 0.0, flops, size, Peak(10.0, 100.0))
     assert roof.ridge == 100
     assert roof.tflops == pytest.approx(flops / 1e9)
     assert roof.gbps == pytest.approx(size / 1e6)
@@ -174,7 +196,6 @@ def test_a_trace_of_a_gpu(tmp_path: Path) -> None:
     assert found.ranges == (Used("step 0", 1, 0.7),)
     assert found.busy_ms == pytest.approx(0.9)
     assert found.span_ms == pytest.approx(1.0)
-    assert found.idle_share == pytest.approx(0.1)
     assert found.streams == {"7": pytest.approx(0.8), "9": pytest.approx(0.2)}
 
 
@@ -219,9 +240,24 @@ def test_overlap_of_a_timeline() -> None:
 # Findings.
 
 
+def timed_pass(
+    passes: str,
+    ms: float,
+    host: float,
+    flops: float,
+    size: float,
+    peak: Peak | None,
+    memory: int | None = None,
+    exposed: float | None = None,
+) -> TimedPass:
+    values = {"host_ms": host} | ({} if exposed is None else {"exposed_ms": exposed})
+    row = Row(BENCH, "triton", passes, {}, {}, (ms,), flops / ms / 1e9, memory, values)
+    return TimedPass(row, size, peak)
+
+
 def timed(ms: float, host: float, **more: Any) -> TimedPass:
     rest = (more.pop("memory", 1 << 20), more.pop("exposed", None))
-    return TimedPass(BOTH, (ms,), host, 6e9 * ms, 1e6, Peak(10.0, 100.0, SMALL.dtype), *rest)
+    return timed_pass(BOTH, ms, host, 6e9 * ms, 1e6, Peak(10.0, 100.0, SMALL.dtype), *rest)
 
 
 def facts(**changes: Any) -> Facts:
@@ -300,7 +336,7 @@ def test_verdicts_have_the_limits_of_the_documents() -> None:
     half = replace(ON_GPU, workload=replace(SMALL, dtype=torch.float16))
     what = "forward and backward"
     for tflops, word in ((151.0, "good"), (149.0, "fair"), (99.0, "needs work")):
-        roof = TimedPass(BOTH, (1.0,), 0.5, tflops * 1e9, 1e6, Peak(250.0, 100.0), 0)
+        roof = timed_pass(BOTH, 1.0, 0.5, tflops * 1e9, 1e6, Peak(250.0, 100.0), 0)
         found = verdict_of(facts(subject=half, machine=a100, timed=(roof,)))
         assert found[what] == f"{tflops:.4g} TFLOP/s {word}"
         assert found["GPU clock just after the last run"] == "1410 MHz good"
@@ -478,9 +514,9 @@ def test_wrong_arguments_are_refused(tmp_path: Path, arguments: tuple[str, ...])
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_rank_is_recorded_in_the_passes_that_are_profiled(grad: bool, tmp_path: Path) -> None:
-    rank = replace(ON_A_RANK, grad=grad).one_rank(linked=True)
-    directions = {bar.direction for bar in rank.recorded(grad)}
-    assert directions == ({"forward", "backward"} if grad else {"forward"})
+    timed, bars = run._time(replace(ON_A_RANK, grad=grad), (), None, 1, quiet)
+    assert {each.passes for each in timed} == ({FORWARD, BOTH} if grad else {FORWARD})
+    assert {bar.direction for bar in bars} == ({"forward", "backward"} if grad else {"forward"})
 
 
 def test_memory_is_that_of_a_rank_that_keeps_no_buffers(
@@ -493,12 +529,14 @@ def test_memory_is_that_of_a_rank_that_keeps_no_buffers(
         pools.append(work.__self__.prepared.ranks[0].pool)
         return 7
 
-    monkeypatch.setattr(run, "peak_bytes", size)
+    monkeypatch.setattr(replays_run, "peak_bytes", size)
     subject = replace(ON_A_RANK, placement=replace(TWO_RANKS, link=None))
-    timed = run._time(subject, Peak(1.0, 1.0), 1, lambda line: None)
+    timed, bars = run._time(subject, (), Peak(1.0, 1.0), 1, quiet)
+    assert not bars, "nothing was sent"
     assert [each.peak_bytes for each in timed] == [7, 7]
     assert not any(isinstance(pool, PersistentPool) for pool in pools)
-    assert isinstance(subject.one_rank(linked=False).prepared.ranks[0].pool, PersistentPool)
+    work: Any = subject.work()
+    assert isinstance(work.__self__.prepared.ranks[0].pool, PersistentPool)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,6 @@ from nsight import DETAILS, RAW
 from ring_flash_attn.bench.profile import nsight
 from ring_flash_attn.bench.profile.nsight import child_command, read_counters, sections_text
 from ring_flash_attn.bench.profile.subject import Subject, make_subject
-from ring_flash_attn.bench.results import BOTH
 from ring_flash_attn.bench.timing import WARM_UP
 from ring_flash_attn.bench.workload import Placement, Workload
 
@@ -213,6 +212,6 @@ def test_the_process_that_tools_look_at() -> None:
 
 def test_it_runs_as_often_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(Subject, "works", lambda self: {BOTH: lambda: calls.append(1)})
+    monkeypatch.setattr(Subject, "work", lambda self: lambda: calls.append(1))
     nsight.main([json.dumps(make_subject(SMALL, CPU, "auto").to_dict()), "4"])
     assert len(calls) == WARM_UP + 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,36 +31,35 @@ Finding = tuple[str, str]  # a sentence with a number, and what to try, if anyth
 
 @dataclass
 class TimedPass:
-    """One of the subject's passes, and how near it comes to the device's limits (the roofline)."""
+    """A pass that was timed, and how near it comes to the device's limits (the roofline)."""
 
-    passes: str
-    samples_ms: tuple[float, ...]
-    host_ms: float  # until everything was queued, median; on the CPU the same as the time
-    flops: float
+    row: Row
     bytes: float  # the least that it has to read and write
     peak: Peak | None  # what the device does at best; None on the CPU, and so are shares of it
-    peak_bytes: int | None = None  # most memory above inputs, outputs and gradients
-    exposed_ms: float | None = None  # what the link adds to the time without communication
 
     def __post_init__(self) -> None:
-        self.ms = statistics.median(self.samples_ms)
-        self.tflops, self.gbps = self.flops / self.ms / 1e9, self.bytes / self.ms / 1e6
+        row, peak = self.row, self.peak
+        if row.ms is None or row.tflops is None:
+            raise RuntimeError(f"{row.implementation}, {row.passes}: {row.failed}")
+        self.passes, self.ms, self.tflops = row.passes, row.ms, row.tflops
+        self.peak_bytes = row.peak_bytes
+        self.host_ms, self.exposed_ms = row.values["host_ms"], row.values.get("exposed_ms")
+        self.flops, self.gbps = round(self.tflops * self.ms * 1e9), self.bytes / self.ms / 1e6
         self.intensity = self.flops / self.bytes  # FLOP for each byte
         self.compute_share = self.bandwidth_share = self.ridge = self.least_ms = self.bound = None
-        if self.peak is None:
-            return
-        self.compute_share = self.tflops / self.peak.tflops
-        self.bandwidth_share = self.gbps / self.peak.gbps
-        # The intensity above which arithmetic is the limit, and what the nearer limit would allow.
-        self.ridge = self.peak.tflops * 1e3 / self.peak.gbps
-        nearest = max(self.compute_share, self.bandwidth_share)
-        self.least_ms = self.ms * nearest
-        limit = COMPUTE if self.intensity >= self.ridge else BANDWIDTH
-        self.bound = limit if nearest >= NEAR else NEITHER
+        if peak is not None:
+            self.compute_share = self.tflops / peak.tflops
+            self.bandwidth_share = self.gbps / peak.gbps
+            # The intensity above which arithmetic is the limit; what the nearer limit would allow.
+            self.ridge = peak.tflops * 1e3 / peak.gbps
+            nearest = max(self.compute_share, self.bandwidth_share)
+            self.least_ms = self.ms * nearest
+            limit = COMPUTE if self.intensity >= self.ridge else BANDWIDTH
+            self.bound = limit if nearest >= NEAR else NEITHER
 
     def to_dict(self) -> dict[str, float | str | None]:
         """Plain values, without the runs."""
-        left_out = ("passes", "samples_ms", "peak")
+        left_out = ("row", "passes", "peak")
         return {name: each for name, each in vars(self).items() if name not in left_out}
 
 
@@ -131,8 +129,8 @@ def verdicts(facts: Facts) -> Iterator[Verdict]:
             if value is not None:
                 yield judge(f"{what} of `{short(first['name'])}`", value, good, None, " %")
     times = _times(facts)
-    if facts.subject.kernel in times and _PLAIN in times:
-        ratio = times[_PLAIN] / times[facts.subject.kernel]
+    if facts.subject.placement.kernel in times and _PLAIN in times:
+        ratio = times[_PLAIN] / times[facts.subject.placement.kernel]
         yield judge(f"speed-up over {_PLAIN}", ratio, *_SPEED_UP, "x", "longer sequences")
     yield from machine_verdicts(facts.machine)
 
@@ -188,9 +186,10 @@ def _host(facts: Facts) -> Iterator[Finding]:
             f"{bound if share > 1 else 'the host is not in the way'}.",
             _HOST_BOUND if share > 1 else "",
         )
-    if activity.on_device and activity.idle_share > _IDLE:
+    idle = activity.span_ms - activity.busy_ms
+    if activity.on_device and idle > _IDLE * activity.span_ms:
         yield (
-            f"In the trace the device ran nothing for {100 * activity.idle_share:.0f} % of the "
+            f"In the trace the device ran nothing for {100 * idle / activity.span_ms:.0f} % of the "
             f"time ({activity.busy_ms:.3f} of {activity.span_ms:.3f} ms busy; the profiler slows "
             "the host down).",
             "look for the gaps in trace.json",
@@ -217,7 +216,7 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
 
 def _link(facts: Facts) -> Iterator[Finding]:
     subject, timed, overlap = facts.subject, facts.main, facts.overlap
-    if subject.world_size == 1:
+    if not subject.replayed:
         return
     if overlap is None or timed.exposed_ms is None:
         yield (
@@ -275,7 +274,7 @@ def _times(facts: Facts) -> dict[str, float]:
 
 def _others(facts: Facts) -> Iterator[Finding]:
     """Memory, and times against the fastest other implementation on one device."""
-    size, times, kernel = facts.main.peak_bytes, _times(facts), facts.subject.kernel
+    size, times, kernel = facts.main.peak_bytes, _times(facts), facts.subject.placement.kernel
     if size is not None:
         yield (
             f"It holds {size / 2**20:.1f} MiB beyond inputs, outputs and gradients, "

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ..measure import Report
 from ..results import number
 from . import parts
 from .subject import Subject
@@ -31,7 +32,6 @@ from .trace import run_under
 
 Missing = dict[str, str]  # files, and why they are missing
 Counters = Mapping[str, Any]  # of one kernel: name, launches, ms, each of METRICS, stalls
-Report = Callable[[str], None]
 Line = Mapping[str, str]
 _SECONDS = 900.0
 _LINES = 6  # of a tool's own words
@@ -291,7 +291,7 @@ def main(arguments: Sequence[str]) -> None:
     if cuda:
         torch.cuda.set_device(subject.device)
     profiler = torch.cuda.profiler.profile() if cuda else nullcontext()
-    run_under(profiler, subject.works()[subject.passes[-1]], subject.device, runs)
+    run_under(profiler, subject.work(), subject.device, runs)
     print(f"{runs} runs of {subject}")
 
 

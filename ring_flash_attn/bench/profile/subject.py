@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from ..implementations import find_implementation
 from ..inputs import call_of, problem_of
 from ..link import NONE, find_link
 from ..measure import Inputs, make_works
-from ..replays.rank import LibraryRanks, ReplayedRank
+from ..replays.rank import LibraryRanks
 from ..replays.run import check_ranks, check_replay
 from ..timing import Work
-from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, Placement, Workload
+from ..workload import BOTH, FORWARD, Placement, Workload
 
 
 @dataclass(frozen=True)
@@ -32,78 +31,40 @@ class Subject:
     grad: bool = True  # gradients are computed as well
 
     def __str__(self) -> str:
-        if self.world_size == 1:
-            return f"one device × {self.kernel}"
-        return f"rank {self.rank} of {self.world_size}, {self.placement}"
+        if not self.replayed:
+            return f"one device × {self.placement.kernel}"
+        return f"rank {self.rank} of {self.placement.world_size}, {self.placement}"
 
     @property
-    def world_size(self) -> int:
-        """1 for a call on one device."""
-        return self.placement.world_size
-
-    @property
-    def kernel(self) -> str:
-        """The one that does it."""
-        return self.placement.kernel
+    def replayed(self) -> bool:
+        """A rank of many rather than a call on one device."""
+        return self.placement.world_size > 1
 
     @property
     def share(self) -> Workload:
         """What one device computes: the call, or a rank's own tokens."""
-        return self.workload.share(self.world_size)
+        return self.workload.share(self.placement.world_size)
 
     @property
     def passes(self) -> tuple[str, ...]:
         """Those that are timed; the last one is profiled."""
         return (FORWARD, BOTH) if self.grad else (FORWARD,)
 
-    @property
-    def _ranks(self) -> LibraryRanks:
-        return LibraryRanks(self.workload, self.placement, self.device)
-
-    def one_rank(self, linked: bool, keep_buffers: bool = True) -> ReplayedRank:
-        """The rank, with its link or with communication removed; see `LibraryRanks.rank`."""
-        link = self.placement.link if linked else None
-        return self._ranks.rank(self.rank, link, keep_buffers)
-
-    def works(self, linked: bool = True, keep_buffers: bool = True) -> dict[str, Work]:
-        """What a user calls, for each of `passes`; for memory, a rank must not keep buffers."""
-        if self.world_size == 1:
-            implementation = find_implementation(self.kernel, self.workload, self.device)
-            attention = implementation.make(self.workload, self.device)
-            found = make_works(attention, Inputs(self.workload, self.device, self.grad))
-        else:
-            rank = self.one_rank(linked, keep_buffers)
-            found = {FORWARD: rank.forward, BOTH: rank.both}
-        return {name: found[name] for name in self.passes}
-
-    @cached_property
-    def _rank_work(self) -> tuple[int, dict[str, int]]:
-        """FLOPs of a rank's forward pass, and bytes that it receives in each of the passes."""
-        ranks = self._ranks
-        _, pairs, (forward, backward) = ranks.describe(self.rank)
-        both = forward.received + backward.received
-        received = {FORWARD: forward.received, BACKWARD: backward.received, BOTH: both}
-        return pairs * ranks.flops_per_pair, received
-
-    def flops(self, passes: str) -> float:
-        """Of one of the passes."""
-        if self.world_size == 1:
-            return self.workload.flops(passes)
-        return FLOPS[passes] * self._rank_work[0]
-
-    def least_bytes(self, passes: str) -> int:
-        """Inputs read once and results written once; of a rank also what it receives, once."""
-        received = 0 if self.world_size == 1 else self._rank_work[1][passes]
-        return self.share.bytes(passes) + received
-
-    def place(self) -> dict[str, Any]:
-        """The placement of the rank, as in rows of results."""
-        return {**self.placement.to_dict(), "rank": self.rank, "link": self.placement.link_name}
+    def work(self) -> Work:
+        """What a user calls: the last of the passes."""
+        call = self.workload, self.device
+        if self.replayed:
+            ranks = LibraryRanks(self.workload, self.placement, self.device)
+            rank = ranks.rank(self.rank, self.placement.link)
+            return rank.both if self.grad else rank.forward
+        attention = find_implementation(self.placement.kernel, *call).make(*call)
+        return make_works(attention, Inputs(*call, self.grad))[self.passes[-1]]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for files and for another process."""
-        more = {"kernel": self.kernel, "grad": self.grad, "device": str(self.device)}
-        return {"workload": self.workload.to_dict(), **self.place(), **more}
+        more = {"link": self.placement.link_name, "kernel": self.placement.kernel}
+        where = {"rank": self.rank, "grad": self.grad, "device": str(self.device)}
+        return {"workload": self.workload.to_dict(), **self.placement.to_dict(), **more, **where}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Subject:

@@ -64,9 +64,9 @@ def _table(
 def _opening(facts: Facts) -> Iterator[str]:
     subject = facts.subject
     yield from (f"# Profile of {subject}", "")
-    tokens = "" if subject.world_size == 1 else " for each rank"
+    tokens = " for each rank" if subject.replayed else ""
     yield f"{subject.share}{tokens}, on {facts.machine['device']}. Start here."
-    if subject.world_size > 1:
+    if subject.replayed:
         link = "communication is removed"
         if subject.placement.link is not None:
             link = f"link {subject.placement.link_name}"
@@ -151,7 +151,7 @@ def _counters(facts: Facts) -> Iterator[str]:
 
 def _comparison(facts: Facts) -> Iterator[str]:
     yield from ("", "## Other implementations, on one device")
-    if facts.subject.world_size > 1:
+    if facts.subject.replayed:
         yield from ("", "A rank's own tokens alone, without the others' keys.")
     cells = (
         [row.implementation, f"{row.ms:.3f}", f"{row.tflops:.4g}", mib(row.peak_bytes, _NONE)]

@@ -59,11 +59,6 @@ class Activity:
         """Of all kernels, added up."""
         return sum(each.ms for each in self.kernels)
 
-    @property
-    def idle_share(self) -> float:
-        """Part of the time in which nothing ran."""
-        return 1 - self.busy_ms / self.span_ms if self.span_ms else 0.0
-
 
 def run_under(
     profiler: AbstractContextManager[object], work: Work, device: torch.device, runs: int
