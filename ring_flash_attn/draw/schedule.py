@@ -6,12 +6,11 @@ import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby, product
 
 from ..plan.build import make_plan
 from ..plan.problem import Problem
 from ..plan.steps import Payload, Plan, Side, Transfer
-from ..plan.tiles import Tile
 
 LONGER = 64  # factor from the tokens of a small picture to those of a sequence worth spreading
 DIGITS = string.digits + string.ascii_lowercase  # steps and ranks, one character each
@@ -98,10 +97,17 @@ class Schedule:
 
     def patches(self, head: int = 0) -> Iterator[Patch]:
         """The picture of one KV head."""
-        for plan in self.plans:
-            for number, step in enumerate(plan.steps):
-                tiles = (work.tiles for work in step.work if head in range(*work.heads))
-                yield from (_patch(plan.rank, number, each) for group in tiles for each in group)
+        for plan, number in product(self.plans, range(len(self.plans[0].steps))):
+            works = (work for work in plan.steps[number].work if head in range(*work.heads))
+            for tile in chain.from_iterable(work.tiles for work in works):
+                query, key = tile.query, tile.key
+                pairs = tuple(
+                    (query.index + i * query.stride, key.index + j * key.stride)
+                    for i in range(query.length)
+                    for j in range(key.length)
+                    if tile.low <= j - i <= tile.high
+                )
+                yield Patch(plan.rank, number, pairs, query.stride == key.stride == 1)
 
     def _turn(self, plan: Plan, number: int) -> Turn:
         step = plan.steps[number]
@@ -121,17 +127,6 @@ class Schedule:
         all_heads = transfer.heads == self.problem.all_heads
         heads = "" if all_heads else f" (head {ranges(range(*transfer.heads))})"
         return f"{what}{transfer.owner}{heads} → {transfer.target}"
-
-
-def _patch(rank: int, step: int, tile: Tile) -> Patch:
-    query, key = tile.query, tile.key
-    pairs = tuple(
-        (query.index + i * query.stride, key.index + j * key.stride)
-        for i in range(query.length)
-        for j in range(key.length)
-        if tile.low <= j - i <= tile.high
-    )
-    return Patch(rank, step, pairs, query.stride == key.stride == 1)
 
 
 def colour(rank: int, world_size: int) -> str:

@@ -41,8 +41,13 @@ def draw_svg(schedules: Sequence[Schedule]) -> str:
     parts, top = [_HATCH, *legend], end + 84
     longest = max(sum(schedule.step_times) for schedule in schedules) or 1
     for number, schedule in enumerate(schedules):
-        x = _MARGIN + number * (_PANEL + _GAP)
-        parts += _panel(schedule, x, top, _PICTURE / longest)
+        x, layout = _MARGIN + number * (_PANEL + _GAP), schedule.problem.layout
+        title = f"{layout.name} × {schedule.route}"
+        says = (layout.split.__doc__ or "").split(".")[0].split(":")[0]
+        parts.append(_write(x, top - 50, title, 16, extra='font-weight="600"'))
+        parts.append(_write(x, top - 32, says, 11))
+        parts += _mask(schedule, x + _GUTTER, top)
+        parts += _timeline(schedule, x + _GUTTER, top + _PICTURE + 40, _PICTURE / longest)
     names = ", ".join(f"{s.problem.layout.name} × {s.route}" for s in schedules)
     title = f"Who computes what, and when: {names}, {schedules[0].world_size} ranks"
     return _frame(width, top + _PICTURE + 40 + ranks * _LANE + 58, title, parts)
@@ -91,15 +96,6 @@ def _legend(
         parts.append(_write(x + swatch + (5 if fill else 0), y, text, 12))
         x += space + 12
     return parts, y
-
-
-def _panel(schedule: Schedule, x: float, top: float, scale: float) -> Iterator[str]:
-    layout = schedule.problem.layout
-    says = (layout.split.__doc__ or "").split(".")[0].split(":")[0]
-    yield _write(x, top - 50, f"{layout.name} × {schedule.route}", 16, extra='font-weight="600"')
-    yield _write(x, top - 32, says, 11)
-    yield from _mask(schedule, x + _GUTTER, top)
-    yield from _timeline(schedule, x + _GUTTER, top + _PICTURE + 40, scale)
 
 
 def _mask(schedule: Schedule, x: float, y: float) -> Iterator[str]:

@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..plan.tiles import Mask
 from .schedule import DIGITS, LONGER, Schedule, colour, percent, ranges
 
 _LARGEST = 40  # tokens of a mask that fits into 100 columns
@@ -27,23 +26,20 @@ def render(schedule: Schedule) -> RenderableType:
 
 
 def _headline(schedule: Schedule) -> Text:
-    problem = schedule.problem
+    problem, mask = schedule.problem, schedule.problem.mask
     documents = [length for length in problem.lengths_k if length]
+    left, right = ("all" if side is None else side for side in (mask.left, mask.right))
+    seen = f"window of {left} keys before and {right} after"
+    if left == "all" and right in ("all", 0):
+        seen = "no mask" if right == "all" else "causal"
     facts = [
         f"{schedule.world_size} ranks",
         f"{sum(documents)} tokens" + (f" in {len(documents)} documents" * (len(documents) > 1)),
-        _mask_name(problem.mask),
+        seen,
         "backward" if schedule.backward else "forward",
     ]
     title = Text(f"{problem.layout.name} × {schedule.route}", style="bold")
     return title.append(f"   {', '.join(facts)}", style="not bold")
-
-
-def _mask_name(mask: Mask) -> str:
-    if mask.left is None and mask.right in (None, 0):
-        return "no mask" if mask.right is None else "causal"
-    left, right = ("all" if side is None else side for side in (mask.left, mask.right))
-    return f"window of {left} keys before and {right} after"
 
 
 def _digit(number: int) -> str:

@@ -107,8 +107,15 @@ def make_page(data: Mapping[str, Any], title: str, plotly: str) -> str:
     for name, text in (("plotly", plotly), ("the page's script", script)):
         if "</script" in text.lower():
             raise ValueError(f"{name} cannot be put into a page: it holds the end of a script")
+    # The browser may run these scripts and nothing else, and fetch nothing at all.
+    hashes = [hashlib.sha256(each.encode()).digest() for each in (plotly, script)]
+    allowed = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
     return Template(_read("page.html")).substitute(
-        policy=_policy(plotly, script),
+        policy=policy,
         title=escape(title),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         style=_read("page.css"),
@@ -120,16 +127,6 @@ def make_page(data: Mapping[str, Any], title: str, plotly: str) -> str:
 
 def _read(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _policy(*scripts: str) -> str:
-    """What the browser may do: run these scripts and nothing else, and fetch nothing at all."""
-    hashes = [hashlib.sha256(script.encode()).digest() for script in scripts]
-    allowed = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
 
 
 def styles(names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -221,7 +221,11 @@ def _read_lines(text: str) -> list[Line]:
 
 def _counters(name: str, lines: Sequence[Line]) -> dict[str, Any]:
     numbers = [
-        {column: found for column, each in line.items() if (found := _number(each)) is not None}
+        {
+            column: value
+            for column, cell in line.items()  # a word, or with commas between thousands
+            if (value := number((cell or "").replace(",", ""))) is not None
+        }
         for line in lines
     ]
 
@@ -250,11 +254,6 @@ def _counters(name: str, lines: Sequence[Line]) -> dict[str, Any]:
         **values,
         "stalls": tuple(sorted(filter(itemgetter(1), stalls), key=lambda pair: -pair[1])),
     }
-
-
-def _number(text: str | None) -> float | None:
-    """Of a cell, which may be a word; thousands have commas."""
-    return number((text or "").replace(",", ""))
 
 
 def sections_text(text: str, sections: Sequence[str]) -> str:
