@@ -16,17 +16,6 @@ from ..bench.results import plain_json
 from .records import Sources, records, timelines
 from .schedules import scenes
 
-_SCRIPTS = (
-    "elements",
-    "plot",
-    "charts",
-    "errors",
-    "timeline",
-    "schedule",
-    "scene",
-    "table",
-    "page",
-)
 _MISSING = 'rfa report needs plotly: pip install "ring-flash-attn[report]"'
 # What could end the script, or a line of it, as JSON writes it otherwise.
 _ESCAPES = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
@@ -103,7 +92,9 @@ def json_for_script(values: Any) -> str:
 
 def make_page(data: Mapping[str, Any], title: str, plotly: str) -> str:
     """The whole file, with what `page_data` made and plotly's JavaScript."""
-    script = "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
+    found = (each.name for each in files(__package__).iterdir() if each.name.endswith(".js"))
+    names = sorted(found, key=lambda name: (name == "page.js", name))  # which runs the others
+    script = "\n".join(map(_read, names))
     for name, text in (("plotly", plotly), ("the page's script", script)):
         if "</script" in text.lower():
             raise ValueError(f"{name} cannot be put into a page: it holds the end of a script")

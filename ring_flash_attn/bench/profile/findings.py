@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ...kernels.base import kernel_names
 from ..machine import Peak
 from ..results import BOTH, COMPARE, Row
 from ..verdicts import Verdict, judge, machine_verdicts, rate_verdict
-from .nsight import Counters
 from .parts import NCU_COMPUTE, PARTS
 from .subject import Subject
-from .trace import Activity, Overlap
+from .trace import Values
 
 NEAR = 0.5  # of a limit: what is nearer to it is bound by it
 COMPUTE, BANDWIDTH, NEITHER = "compute-bound", "bandwidth-bound", "neither"
-_IDLE, _SMALL, _HIDDEN = 0.1, 0.15, 0.9  # shares that are worth a word
+_IDLE, _SMALL, _HIDDEN = 0.1, 15.0, 0.9  # shares that are worth a word
 _MEASURABLE, _EXPOSED, _FASTER = 0.01, 0.05, 0.95
 _TENSOR, _OCCUPANCY = 60.0, 25.0  # percent
 _COPIES = ("memcpy", "memset", "copy", "fill")  # in names of kernels
@@ -71,10 +70,10 @@ class Facts:
     machine: Mapping[str, object]
     repeats: int  # rounds of the medians
     timed: tuple[TimedPass, ...]  # the last one is what the files are about
-    activity: Activity
-    overlap: Overlap | None  # of a replayed rank with a link
+    activity: Values  # of `read_trace`
+    overlap: Values | None  # of a replayed rank with a link
     rows: tuple[Row, ...]  # of a replayed rank, this kernel alone, and all implementations
-    counters: tuple[Counters, ...]  # longest kernel first
+    counters: tuple[Values, ...]  # of `read_counters`, longest kernel first
     missing: Mapping[str, str]  # files that could not be written, and why
 
     @property
@@ -88,6 +87,11 @@ class Facts:
         return [r for r in self.rows if r.kind == COMPARE and r.passes == self.main.passes]
 
     @property
+    def kernel_word(self) -> str:
+        """What `activity` is of."""
+        return "kernel" if self.activity["on_device"] else "operator"
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the host did it all."""
         return self.subject.device.type == "cpu"
@@ -97,8 +101,8 @@ class Facts:
         return {
             "subject": self.subject.to_dict(),
             "passes": {each.passes: each.to_dict() for each in self.timed},
-            "activity": asdict(self.activity),
-            "overlap": None if self.overlap is None else asdict(self.overlap),
+            "activity": self.activity,
+            "overlap": self.overlap,
             "counters": self.counters,
             "files": {name: self.missing.get(name, "written") for name in PARTS},
         }
@@ -186,30 +190,29 @@ def _host(facts: Facts) -> Iterator[Finding]:
             f"{bound if share > 1 else 'the host is not in the way'}.",
             _HOST_BOUND if share > 1 else "",
         )
-    idle = activity.span_ms - activity.busy_ms
-    if activity.on_device and idle > _IDLE * activity.span_ms:
+    busy, span = activity["busy_ms"], activity["span_ms"]
+    if activity["on_device"] and span - busy > _IDLE * span:
         yield (
-            f"In the trace the device ran nothing for {100 * idle / activity.span_ms:.0f} % of the "
-            f"time ({activity.busy_ms:.3f} of {activity.span_ms:.3f} ms busy; the profiler slows "
-            "the host down).",
+            f"In the trace the device ran nothing for {100 * (1 - busy / span):.0f} % of the time "
+            f"({busy:.3f} of {span:.3f} ms busy; the profiler slows the host down).",
             "look for the gaps in trace.json",
         )
 
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
-    kernels, total = facts.activity.kernels, facts.activity.kernels_ms
-    what = "kernel" if facts.activity.on_device else "operator"
-    first = kernels[0]
+    kernels, what = facts.activity["kernels"], facts.kernel_word
+    total = sum(each["ms"] for each in kernels)
+    name, share = short(kernels[0]["name"]), 100 * kernels[0]["ms"] / total
     yield (
-        f"The longest {what} is `{short(first.name)}`: {100 * first.ms / total:.0f} % of the time "
-        f"of all {what}s, in {first.calls // facts.activity.runs} calls a run.",
+        f"The longest {what} is `{name}`: {share:.0f} % of the time of all {what}s, in "
+        f"{kernels[0]['calls'] // facts.activity['runs']} calls a run.",
         "speed this one up first",
     )
-    copies = sum(each.ms for each in kernels if any(word in each.name.lower() for word in _COPIES))
-    if copies / total > _SMALL:
+    copies = (each for each in kernels if any(word in each["name"].lower() for word in _COPIES))
+    copied = 100 * sum(each["ms"] for each in copies) / total
+    if copied > _SMALL:
         yield (
-            f"Copies, fills and conversions take {100 * copies / total:.0f} % of the time of all "
-            f"{what}s.",
+            f"Copies, fills and conversions take {copied:.0f} % of the time of all {what}s.",
             "inputs that are contiguous and have the dtype of the computation",
         )
 
@@ -224,11 +227,11 @@ def _link(facts: Facts) -> Iterator[Finding]:
             "the same with `--link nvlink4`",
         )
         return
-    hidden, share = overlap.hidden_share, timed.exposed_ms / timed.ms
+    hidden, share = overlap["hidden_share"], timed.exposed_ms / timed.ms
     advice = "`--sources-per-launch` of `rfa replay`, a faster link, or longer shards"
     yield (
-        f"Of {overlap.transfers:.3f} ms of transfers over {subject.placement.link_name}, "
-        f"{100 * hidden:.0f} % ran beside kernels of the steps ({overlap.compute:.3f} ms of "
+        f"Of {overlap['transfers']:.3f} ms of transfers over {subject.placement.link_name}, "
+        f"{100 * hidden:.0f} % ran beside kernels of the steps ({overlap['compute']:.3f} ms of "
         "compute).",
         "" if hidden > _HIDDEN else advice,
     )

@@ -28,10 +28,9 @@ from ..measure import Report
 from ..results import number
 from . import parts
 from .subject import Subject
-from .trace import run_under
+from .trace import Values, run_under
 
 Missing = dict[str, str]  # files, and why they are missing
-Counters = Mapping[str, Any]  # of one kernel: name, launches, ms, each of METRICS, stalls
 Line = Mapping[str, str]
 _SECONDS = 900.0
 _LINES = 6  # of a tool's own words
@@ -97,7 +96,7 @@ def use_nsys(subject: Subject, folder: Path, report: Report) -> Missing:
     return {}
 
 
-def use_ncu(subject: Subject, folder: Path, report: Report) -> tuple[Missing, tuple[Counters, ...]]:
+def use_ncu(subject: Subject, folder: Path, report: Report) -> tuple[Missing, tuple[Values, ...]]:
     """Run Nsight Compute, if it is there; with the counters of kernels, longest first."""
     path = folder / parts.NCU
     command = [*_NCU, "--export", str(path.with_suffix("")), *child_command(subject, 1)]
@@ -196,11 +195,11 @@ def _own_words(text: str) -> str:
     return f"{words} {_PERMISSION}" if _NO_PERMISSION in text else words
 
 
-def read_counters(text: str) -> tuple[Counters, ...]:
+def read_counters(text: str) -> tuple[Values, ...]:
     """From `ncu --page raw --csv --print-units base`: kernels, longest first; ValueError if none.
 
-    `ms` is of all launches together, slower than alone, because counters are read. `stalls` are
-    warps that wait for each that issues, by reason, most first.
+    Each has its name, launches, ms, all of METRICS, and stalls: warps that wait for each that
+    issues, by reason, most first. It is slower than alone, because counters are read.
     """
     by_kernel: dict[str, list[Line]] = defaultdict(list)
     for line in _read_lines(text):

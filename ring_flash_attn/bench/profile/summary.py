@@ -11,7 +11,7 @@ from ..verdicts import POOR
 from .findings import Facts, TimedPass, find, passes_name, short, verdicts
 from .nsight import METRICS
 from .parts import PARTS
-from .trace import Used
+from .trace import Values
 
 _KERNELS, _STALLS = 12, 3  # shown
 _NONE = "–"
@@ -103,26 +103,26 @@ def _passes(facts: Facts) -> Iterator[str]:
 
 
 def _kernels(facts: Facts) -> Iterator[str]:
-    activity, runs = facts.activity, facts.activity.runs
-    what = "kernel" if activity.on_device else "operator"
+    activity, what, runs = facts.activity, facts.kernel_word, facts.activity["runs"]
+    total = sum(each["ms"] for each in activity["kernels"])
 
-    def rows(used: Sequence[Used]) -> Iterator[list[str]]:
+    def rows(used: Sequence[Values]) -> Iterator[list[str]]:
         for each in used[:_KERNELS]:
-            name, calls = f"`{short(each.name)}`", f"{each.calls / runs:g}"
-            share = 100 * each.ms / activity.kernels_ms
-            yield [name, calls, f"{each.ms / runs:.3f}", f"{share:.1f}"]
+            calls, ms = each["calls"] / runs, each["ms"]
+            name, share = f"`{short(each['name'])}`", 100 * ms / total
+            yield [name, f"{calls:g}", f"{ms / runs:.3f}", f"{share:.1f}"]
 
     yield from ("", f"## {what.capitalize()}s", "")
-    busy = ", ".join(f"{name}: {ms:.3f} ms" for name, ms in activity.streams.items())
+    busy = ", ".join(f"{name}: {ms:.3f} ms" for name, ms in activity["streams"].items())
     yield (
         f"Of {passes_name(facts.main.passes)}, {runs} runs in a row under torch.profiler: busy "
-        f"{activity.busy_ms:.3f} of {activity.span_ms:.3f} ms"
-        + (f"; streams {busy}." if activity.on_device else ". Without what they call themselves.")
+        f"{activity['busy_ms']:.3f} of {activity['span_ms']:.3f} ms"
+        + (f"; streams {busy}." if busy else ". Without what they call themselves.")
     )
-    yield from _table((what, "calls a run", "ms a run", "%"), rows(activity.kernels))
-    if activity.ranges:
+    yield from _table((what, "calls a run", "ms a run", "%"), rows(activity["kernels"]))
+    if activity["ranges"]:
         yield from ("", "Ranges of this library, host time with all that is inside:")
-        named = (row[:3] for row in rows(activity.ranges))
+        named = (row[:3] for row in rows(activity["ranges"]))
         yield from _table(("range", "calls a run", "ms a run"), named)
 
 
@@ -131,8 +131,8 @@ def _overlap(facts: Facts) -> Iterator[str]:
     if found is not None:
         yield from ("", "## Communication and compute", "", "One run, forward and backward.")
         head = ("compute ms", "transfers ms", "at the same time", "hidden %", "from start to end")
-        times = [f"{ms:.3f}" for ms in (found.compute, found.transfers, found.both, found.span)]
-        yield from _table(head, [[*times[:3], _percent(found.hidden_share), times[3]]])
+        times = [f"{found[name]:.3f}" for name in ("compute", "transfers", "both", "span")]
+        yield from _table(head, [[*times[:3], _percent(found["hidden_share"]), times[3]]])
 
 
 def _counters(facts: Facts) -> Iterator[str]:

@@ -7,9 +7,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -21,6 +21,7 @@ from ..timing import WARM_UP, Work, synchronize
 RUNS = 3  # in a trace
 _EVENTS = 100_000  # of the memory that are recorded
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
+Values = Mapping[str, Any]  # plain ones, by name
 
 
 class Event(NamedTuple):
@@ -31,33 +32,6 @@ class Event(NamedTuple):
     start: float
     end: float
     lane: str
-
-
-@dataclass(frozen=True, slots=True)
-class Used:
-    """Time under one name, in all runs together."""
-
-    name: str
-    calls: int
-    ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """One trace, of several runs in a row."""
-
-    on_device: bool  # kernels of a GPU were seen; else these are operators of the host
-    runs: int
-    kernels: tuple[Used, ...]  # longest first; on the host without what they call
-    ranges: tuple[Used, ...]  # of this library, host time, longest first
-    busy_ms: float  # something ran
-    span_ms: float  # from the first beginning to the last end
-    streams: Mapping[str, float]  # how long each was busy
-
-    @property
-    def kernels_ms(self) -> float:
-        """Of all kernels, added up."""
-        return sum(each.ms for each in self.kernels)
 
 
 def run_under(
@@ -73,7 +47,7 @@ def run_under(
         synchronize(device)
 
 
-def record_trace(work: Work, device: torch.device, path: Path) -> Activity:
+def record_trace(work: Work, device: torch.device, path: Path) -> Values:
     """Write a trace of a few runs, and say what is in it."""
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
     recorded = profile(activities=activities)
@@ -95,8 +69,13 @@ def record_memory(work: Work, device: torch.device, path: Path) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def read_trace(path: Path, runs: int) -> Activity:
-    """What a file of `export_chrome_trace` says; ValueError if nothing ran."""
+def read_trace(path: Path, runs: int) -> Values:
+    """What a file of `export_chrome_trace` says of so many runs; ValueError if nothing ran.
+
+    Kernels of the GPU, or operators of the host without what they call, and ranges of this library
+    in host time, longest first; how long something ran, and from the first beginning to the last
+    end.
+    """
     events: dict[str, list[Event]] = defaultdict(list)  # by category
     for each in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
         if each.get("ph") == "X":
@@ -110,23 +89,23 @@ def read_trace(path: Path, runs: int) -> Activity:
     lanes: dict[str, list[Event]] = defaultdict(list)  # streams, or threads
     for event in sorted(ran, key=lambda event: (event.start, -event.end)):
         lanes[event.lane].append(event)
-    return Activity(
-        bool(device),
-        runs,
-        _sums(device or (each for lane in lanes.values() for each in _without_calls(lane))),
-        _sums(events["user_annotation"]),
-        covered(ran),
-        spanned(ran),
-        {lane: covered(each) for lane, each in sorted(lanes.items()) if device},
-    )
+    return {
+        "on_device": bool(device),
+        "runs": runs,
+        "kernels": _sums(device or chain.from_iterable(map(_without_calls, lanes.values()))),
+        "ranges": _sums(events["user_annotation"]),
+        "busy_ms": covered(ran),
+        "span_ms": spanned(ran),
+        "streams": {lane: covered(each) for lane, each in sorted(lanes.items()) if device},
+    }
 
 
-def _sums(events: Iterable[Event]) -> tuple[Used, ...]:
+def _sums(events: Iterable[Event]) -> list[Values]:
     found: dict[str, list[float]] = defaultdict(list)
     for event in events:
         found[event.name].append(event.ms)
-    used = [Used(name, len(each), sum(each)) for name, each in found.items()]
-    return tuple(sorted(used, key=lambda each: -each.ms))
+    used = [{"name": name, "calls": len(ms), "ms": sum(ms)} for name, ms in found.items()]
+    return sorted(used, key=lambda each: -each["ms"])
 
 
 def _without_calls(thread: Iterable[Event]) -> list[Event]:
@@ -158,24 +137,11 @@ def spanned(events: Sequence[Event | Bar]) -> float:
     return max(event.end for event in events) - min(event.start for event in events)
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """One run of a replayed rank, in ms."""
-
-    compute: float  # kernels of the steps ran
-    transfers: float  # something was on its way
-    both: float  # at the same time
-    span: float  # from the first beginning to the last end
-
-    @property
-    def hidden_share(self) -> float:
-        """Part of the transfers during which something was computed."""
-        return self.both / self.transfers if self.transfers else 1.0
-
-
-def overlap(bars: Sequence[Bar]) -> Overlap:
-    """Of a timeline, which is not empty."""
+def overlap(bars: Sequence[Bar]) -> Values:
+    """Of a timeline, in ms: kernels of the steps ran, something was on its way, both at once."""
     compute, transfers = (
         covered(bar for bar in bars if bar.lane == lane) for lane in (COMPUTE, TRANSFERS)
     )
-    return Overlap(compute, transfers, compute + transfers - covered(bars), spanned(bars))
+    both, span = compute + transfers - covered(bars), spanned(bars)
+    found = {"compute": compute, "transfers": transfers, "both": both, "span": span}
+    return {**found, "hidden_share": both / transfers if transfers else 1.0}
