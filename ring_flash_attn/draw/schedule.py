@@ -50,7 +50,6 @@ class Schedule:
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        """Of each rank."""
         ranks = range(self.world_size)
         return tuple(make_plan(self.route, self.problem, rank, self.backward) for rank in ranks)
 
@@ -62,7 +61,6 @@ class Schedule:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.problem.world_size
 
     @property

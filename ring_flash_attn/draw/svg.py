@@ -56,7 +56,6 @@ def draw_svg(schedules: Sequence[Schedule]) -> str:
 def _write(
     x: float, y: float, text: str, size: float = 11, anchor: str = "start", extra: str = ""
 ) -> str:
-    """A line of text."""
     fill = "" if "fill=" in extra else f' fill="{_TEXT}"'
     return (
         f'<text x="{x:.4g}" y="{y:.4g}" font-size="{size:g}" text-anchor="{anchor}"{fill}'
@@ -65,7 +64,6 @@ def _write(
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, extra: str = "") -> str:
-    """A rectangle."""
     return (
         f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" fill="{fill}"'
         f"{' ' + extra if extra else ''}/>"
@@ -73,7 +71,6 @@ def _box(x: float, y: float, width: float, height: float, fill: str, extra: str 
 
 
 def _frame(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    """The whole file."""
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '

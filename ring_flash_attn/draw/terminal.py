@@ -18,7 +18,6 @@ _BAR = 16  # characters of the busiest rank's bar
 
 
 def render(schedule: Schedule) -> RenderableType:
-    """The whole schedule as text."""
     parts: list[RenderableType] = [_headline(schedule), "", *_holders(schedule), ""]
     if len(schedule.owners()) <= _LARGEST:
         parts += [*_picture(schedule), ""]

@@ -93,7 +93,6 @@ class Facts:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the host did it all."""
         return self.subject.device.type == "cpu"
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,7 +139,6 @@ def verdicts(facts: Facts) -> Iterator[Verdict]:
 
 
 def passes_name(passes: str) -> str:
-    """In words."""
     return "forward and backward" if passes == BOTH else passes
 
 

@@ -68,7 +68,6 @@ class Subject:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Subject:
-        """What `to_dict` wrote."""
         known = {name: values[name] for name in Placement.__dataclass_fields__ if name in values}
         placement = Placement(**{**known, "link": find_link(values["link"])})
         workload, device = Workload.from_dict(values["workload"]), torch.device(values["device"])

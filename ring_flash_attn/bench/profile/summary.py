@@ -45,7 +45,6 @@ _PASS: dict[str, Callable[[TimedPass], str]] = {  # columns of a pass
 
 
 def summary(facts: Facts) -> str:
-    """The whole text."""
     sections = (_opening, _passes, _kernels, _overlap, _counters, _comparison, _files)
     return "\n".join(line for section in sections for line in section(facts)) + "\n"
 
