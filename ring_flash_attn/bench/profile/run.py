@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..implementations import implementation_names
-from ..machine import Peak, commit, machine, make_results, measure_peak, versions
+from ..machine import Peak, make_results, measure_peak
 from ..measure import Report, measure
 from ..replays.results import Bar, replay_rows
 from ..replays.run import replay_ranks
@@ -34,17 +33,17 @@ def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Fac
     with on_device(device):
         report("measuring the peak")
         peak = measure_peak(device, subject.workload.dtype)
-        where = machine(device, peak)
-        _write_machine(where, folder)
-        options: Any = {"repeats": repeats, "grad": subject.grad, "report": report}
 
-        def measured(kind: str, names: Sequence[str], file: str) -> Results:
-            rows = measure(names, subject.share, device, kind=kind, **options)
+        def save(rows: Sequence[Row], file: str) -> Results:
             found = make_results(rows, device, {"repeats": repeats}, peak)
             found.save(folder / file)
             return found
 
-        alone = measured(BENCH, [kernel], parts.BASELINE)
+        where = save((), parts.MACHINE)
+        _write_lines(folder / parts.MACHINE_TEXT, _machine_lines(where))
+        call = (subject.share, device)
+        options: Any = {"repeats": repeats, "grad": subject.grad, "report": report}
+        alone = save(measure([kernel], *call, kind=BENCH, **options), parts.BASELINE)
         _write_lines(folder / parts.BASELINE_TEXT, baseline_lines(alone))
         timed, bars = _time(subject, alone.rows, peak, repeats, report)
         work = subject.work()
@@ -55,7 +54,9 @@ def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Fac
             record_memory(work, device, folder / parts.MEMORY)
         else:
             missing[parts.MEMORY] = "torch records the memory of GPUs; this ran on the CPU"
-        compared = measured(COMPARE, implementation_names(), parts.COMPARISON)
+        del work  # with its tensors: others need the room
+        names = implementation_names()
+        compared = save(measure(names, *call, kind=COMPARE, **options), parts.COMPARISON)
         _write_lines(folder / parts.COMPARISON_TEXT, comparison_lines(compared, kernel))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the tools' processes need room
@@ -63,7 +64,7 @@ def profile(subject: Subject, folder: Path, repeats: int, report: Report) -> Fac
         no_ncu, counters = use_ncu(subject, folder, report)
     rows = (*(each.row for each in timed if subject.replayed), *alone.rows, *compared.rows)
     found = (timed, activity, overlap(bars) if bars else None, rows, counters, missing | no_ncu)
-    facts = Facts(subject, where, repeats, *found)
+    facts = Facts(subject, where.machine, repeats, *found)
     (folder / parts.SUMMARY).write_text(summary(facts), encoding="utf-8")
     return facts
 
@@ -102,13 +103,10 @@ def _write_lines(file: Path, lines: Iterable[str]) -> None:
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _write_machine(where: Mapping[str, object], folder: Path) -> None:
-    found = versions()
-    plain = {"machine": where, "versions": found, "commit": commit()}
-    _write_lines(folder / parts.MACHINE, [json.dumps(plain, indent=1)])
-    lines = [f"{name}: {value}" for group in (where, found) for name, value in group.items()]
+def _machine_lines(where: Results) -> Iterator[str]:
+    for group in (where.machine, where.versions):
+        yield from (f"{name}: {value}" for name, value in group.items())
     try:
-        query = run_tool(["nvidia-smi", "-q"], seconds=60)
+        yield f"\n{run_tool(['nvidia-smi', '-q'], seconds=60)}"
     except ToolFailed as error:
-        query = f"nvidia-smi -q says nothing here: {error}"
-    _write_lines(folder / parts.MACHINE_TEXT, [*lines, "", query])
+        yield f"\nnvidia-smi -q says nothing here: {error}"
