@@ -46,6 +46,10 @@ _SECTIONS = {  # of Nsight Compute's report, by file: how their names begin
     parts.NCU_MEMORY: ("GPU Speed", "Memory Workload"),
     parts.NCU_COMPUTE: ("GPU Speed", "Compute", "Warp", "Scheduler", "Occupancy", "Launch"),
 }
+_TOOLS = {  # runs that they look at, and files: a report, and what is read from it
+    "nsys": ("Nsight Systems", 3, (parts.NSYS, parts.NSYS_STATS)),
+    "ncu": ("Nsight Compute", 1, (parts.NCU, *_SECTIONS)),
+}
 _NO_PERMISSION = "ERR_NVGPUCTRPERM"
 _PERMISSION = (
     "The driver lets administrators alone read the counters. Run as root, or let everybody: "
@@ -81,9 +85,8 @@ METRICS: dict[str, tuple[str, ...]] = {
 def use_nsys(subject: Subject, folder: Path, report: Report) -> Missing:
     """Run Nsight Systems, if it is there."""
     path = folder / parts.NSYS
-    command = [*_NSYS, f"--output={path.with_suffix('')}", *child_command(subject, 3)]
-    files = (parts.NSYS, parts.NSYS_STATS)
-    missing = _record(command, "Nsight Systems", files, subject, folder, report)
+    output = f"--output={path.with_suffix('')}"
+    missing = _record([*_NSYS, output], subject, folder, report)
     if missing:
         return missing
     try:
@@ -99,9 +102,8 @@ def use_nsys(subject: Subject, folder: Path, report: Report) -> Missing:
 def use_ncu(subject: Subject, folder: Path, report: Report) -> tuple[Missing, tuple[Values, ...]]:
     """Run Nsight Compute, if it is there; with the counters of kernels, longest first."""
     path = folder / parts.NCU
-    command = [*_NCU, "--export", str(path.with_suffix("")), *child_command(subject, 1)]
-    name, files = "Nsight Compute", (parts.NCU, *_SECTIONS)
-    missing = _record(command, name, files, subject, folder, report)
+    output = ["--export", str(path.with_suffix(""))]
+    missing = _record([*_NCU, *output], subject, folder, report)
     if missing:
         return missing, ()
     table = ["ncu", "--import", str(path), "--csv", "--page"]
@@ -119,30 +121,20 @@ def use_ncu(subject: Subject, folder: Path, report: Report) -> tuple[Missing, tu
     return missing, counters
 
 
-def _record(
-    command: Sequence[str],
-    name: str,
-    files: Sequence[str],
-    subject: Subject,
-    folder: Path,
-    report: Report,
-) -> Missing:
-    """Run a tool, if it is there; the first of the files is its report, which has the others."""
-    reason = _why_not(command[0], name, subject)
-    if reason is not None:
-        return dict.fromkeys(files, reason)
-    report(f"{name}, which runs each kernel many times" if command[0] == "ncu" else name)
+def _record(command: Sequence[str], subject: Subject, folder: Path, report: Report) -> Missing:
+    """Run a tool, if it is there."""
+    tool = command[0]
+    name, runs, files = _TOOLS[tool]
+    if subject.device.type != "cuda":
+        return dict.fromkeys(files, f"{name} looks at NVIDIA GPUs; this ran on the CPU")
+    if not shutil.which(tool):
+        return dict.fromkeys(files, f"{tool} ({name}) is not installed or not on PATH")
+    report(f"{name}, which runs each kernel many times" if tool == "ncu" else name)
     try:
-        run_tool(command, folder / files[0])
+        run_tool([*command, *child_command(subject, runs)], folder / files[0])
     except ToolFailed as error:
         return {**dict.fromkeys(files, "there is no report"), files[0]: str(error)}
     return {}
-
-
-def _why_not(tool: str, name: str, subject: Subject) -> str | None:
-    if subject.device.type != "cuda":
-        return f"{name} looks at NVIDIA GPUs; this ran on the CPU"
-    return None if shutil.which(tool) else f"{tool} ({name}) is not installed or not on PATH"
 
 
 class ToolFailed(Exception):
