@@ -83,7 +83,7 @@ def test_messages_for_troubleshooting_are_ours(
         capsys.readouterr().err.strip(),
         page._MISSING,
         ON_CPU,
-        str(nsight._why_not("nsys", "Nsight Systems", subject)),
+        nsight.use_nsys(subject, ROOT, print)["nsys_stats.txt"],
         raised(kernels.choose_kernel, "triton", plain_call(torch.float64)).splitlines()[0],
         raised(comm.resolve_group, None),
         agreement._NEW_GROUP,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -82,7 +82,17 @@ def draw(
         schedules = [
             Schedule(route, Problem(get_layout(name), *rest), backward) for name in layouts
         ]
-        plain = [_plain(each) for each in schedules]  # makes the plans, which may refuse it
+        plain = [
+            {
+                "layout": each.problem.layout.name,
+                "route": route,
+                "world_size": world_size,
+                "lengths": lengths,
+                "backward": backward,
+                "steps": [[asdict(turn) for turn in step] for step in each.turns],
+            }
+            for each in schedules  # makes the plans, which may refuse it
+        ]
     console = Console(highlight=False)
     write(console, plain, json_file)
     if svg is not None:
@@ -90,15 +100,3 @@ def draw(
         return
     for schedule in schedules:
         console.print(render(schedule))
-
-
-def _plain(schedule: Schedule) -> dict[str, Any]:
-    problem = schedule.problem
-    return {
-        "layout": problem.layout.name,
-        "route": schedule.route,
-        "world_size": problem.world_size,
-        "lengths": problem.lengths_q,
-        "backward": schedule.backward,
-        "steps": [[asdict(turn) for turn in step] for step in schedule.turns],
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,30 +66,22 @@ def profile(
 
     numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
     numbers |= {"nheads_k": nheads_k, "headdim": headdim}
+    spread: Any = {"world_size": world_size, "rank": rank}
+    spread |= {"layout": layout, "route": route, "link": link}
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a profile")
         workload, *more = make_workloads(preset, causal, window, dtype, **numbers)
         if more:
             raise ValueError(f"{1 + len(more)} workloads: give one number to --seqlen and the like")
-        subject = make_subject(
-            workload,
-            where,
-            kernel,
-            grad=not without_gradients(preset, no_grad),
-            world_size=world_size,
-            rank=rank,
-            layout=layout,
-            route=route,
-            link=link,
-        )
+        grad = not without_gradients(preset, no_grad)
+        subject = make_subject(workload, where, kernel, grad=grad, **spread)
         prepare_folder(output, force)
     console, rounds = screen(), repeats_on(where, repeats)
     with status(console, f"profiling {subject}") as report:
         facts = run_profile(subject, output, rounds, report)
-    print_lines(console, [f"{subject}: {workload}"])
-    print_lines(console, (f"{number}. {each}" for number, each in enumerate(find(facts), 1)))
-    print_lines(console, verdicts(facts))
+    findings = (f"{number}. {each}" for number, each in enumerate(find(facts), 1))
+    print_lines(console, (f"{subject}: {workload}", *findings, *verdicts(facts)))
     print_lines(console, (f"no {name}: {why}" for name, why in facts.missing.items()))
     print_lines(console, [ON_CPU] if facts.on_cpu else [])
     console.print(f"wrote {output / SUMMARY}: start there", markup=False, soft_wrap=True)

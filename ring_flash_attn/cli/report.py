@@ -9,7 +9,7 @@ import typer
 
 from ..bench.results import check_output
 from . import options as o
-from .console import screen, status, write
+from .console import screen, status, usage_errors, write
 
 
 def report(
@@ -33,26 +33,17 @@ def report(
     from ..report.records import read
 
     console = screen()
-    try:
+    with usage_errors():
         for path in (output, json_file):
             check_output(path)
             if path is not None and path.resolve() in {each.resolve() for each in inputs}:
                 raise ValueError(f"{path} is also an input")
         plotly = plotly_script()
         with status(console, "making the page"):
-            sources = read(inputs)
-            page = make_page(sources, title, plotly)
-        output.write_text(page, encoding="utf-8", newline="\n")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {output}: {error.strerror}") from None
-    rows = sum(len(source.results.rows) for source in sources)
+            data = page_data(read(inputs))
+            page = make_page(data, title, plotly)
+    write(console, page, output)
     size = output.stat().st_size / 1e6
-    console.print(
-        f"wrote {output}: {rows} rows of {len(sources)} files, {size:.1f} MB",
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print(f"{len(data['records'])} rows of {len(data['sources'])} files, {size:.1f} MB")
     if json_file is not None:
-        write(console, json_for_script(page_data(sources)) + "\n", json_file)
+        write(console, json_for_script(data) + "\n", json_file)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby, product
 
 from ..plan.build import make_plan
 from ..plan.problem import Problem
 from ..plan.steps import Payload, Plan, Side, Transfer
-from ..plan.tiles import Tile
 
 LONGER = 64  # factor from the tokens of a small picture to those of a sequence worth spreading
+DIGITS = string.digits + string.ascii_lowercase  # steps and ranks, one character each
 
 # Colours on which white digits can be read, and which stand out from white and from black.
 _PALETTE = ("#3b76c4", "#d0652a", "#2b9257", "#8a56b8", "#c23f56", "#1b8f9e", "#8c6a2f", "#5f6f8a")
@@ -20,47 +21,28 @@ _PALETTE = ("#3b76c4", "#d0652a", "#2b9257", "#8a56b8", "#c23f56", "#1b8f9e", "#
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one rank does in one step.
-
-    Attributes:
-        rank, step: who and when.
-        work: launches as text, such as "Q1·K0".
-        pairs: allowed (query, key) pairs computed, summed over KV heads.
-        sends: messages as text, such as "K0 → 2"; K stands for keys and values.
-    """
+    """What one rank does in one step."""
 
     rank: int
     step: int
-    work: tuple[str, ...]
-    pairs: int
-    sends: tuple[str, ...]
+    work: tuple[str, ...]  # launches, such as "Q1·K0"
+    pairs: int  # allowed (query, key) pairs computed, summed over KV heads
+    sends: tuple[str, ...]  # messages, such as "K0 → 2"; K stands for keys and values
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The part of a tile that the mask leaves: pairs of places in the stream.
-
-    Attributes:
-        rank, step: who computes it, and when.
-        pairs: (query, key).
-        solid: neighbouring rows hold neighbouring tokens, so that it is one area of the picture.
-    """
+    """The part of a tile that the mask leaves: pairs of places in the stream."""
 
     rank: int
     step: int
-    pairs: tuple[tuple[int, int], ...]
-    solid: bool
+    pairs: tuple[tuple[int, int], ...]  # (query, key)
+    solid: bool  # neighbouring rows hold neighbouring tokens, so that it is one area
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What all ranks do with a problem on a route.
-
-    Attributes:
-        route: its name.
-        problem: what is computed.
-        backward: whether this is the backward pass.
-    """
+    """What all ranks do with a problem on a route."""
 
     route: str
     problem: Problem
@@ -68,8 +50,7 @@ class Schedule:
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        """Of each rank."""
-        ranks = range(self.problem.world_size)
+        ranks = range(self.world_size)
         return tuple(make_plan(self.route, self.problem, rank, self.backward) for rank in ranks)
 
     @cached_property
@@ -80,56 +61,28 @@ class Schedule:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.problem.world_size
 
     @property
-    def pairs(self) -> int:
-        """Pairs of all ranks and steps."""
-        return sum(turn.pairs for step in self.turns for turn in step)
+    def rank_pairs(self) -> list[int]:
+        """Pairs of each rank, in all steps."""
+        return [sum(turn.pairs for turn in turns) for turns in zip(*self.turns)]
 
     @property
-    def step_times(self) -> tuple[int, ...]:
+    def step_times(self) -> list[int]:
         """How long each step takes, in pairs: as long as its busiest rank."""
-        return tuple(max(turn.pairs for turn in step) for step in self.turns)
+        return [max(turn.pairs for turn in step) for step in self.turns]
 
     @property
     def busy(self) -> float:
         """The part of all ranks' time that is work, if a step lasts as long as its busiest rank."""
         time = sum(self.step_times) * self.world_size
-        return self.pairs / time if time else 1.0
-
-    def rank_pairs(self, rank: int) -> int:
-        """Pairs of one rank."""
-        return sum(step[rank].pairs for step in self.turns)
+        return sum(self.rank_pairs) / time if time else 1.0
 
     def longer(self) -> Schedule:
         """The schedule of documents that are `LONGER` times as long."""
         lengths = tuple(LONGER * length for length in self.problem.lengths_k)
-        large = replace(self.problem, lengths_q=lengths, lengths_k=lengths)
-        return replace(self, problem=large)
-
-    def patches(self, head: int = 0) -> Iterator[Patch]:
-        """The picture of one KV head."""
-        for plan in self.plans:
-            for number, step in enumerate(plan.steps):
-                tiles = (work.tiles for work in step.work if head in range(*work.heads))
-                yield from (_patch(plan.rank, number, each) for group in tiles for each in group)
-
-    def _turn(self, plan: Plan, step: int) -> Turn:
-        work = plan.steps[step].work
-        sends = [
-            _message(transfer, self)
-            for transfer in plan.steps[step].transfers
-            if transfer.source == plan.rank != transfer.target
-        ]
-        return Turn(
-            plan.rank,
-            step,
-            tuple(f"Q{ranges(each.queries)}·K{ranges(each.keys)}" for each in work),
-            sum(tile.pairs * len(range(*each.heads)) for each in work for tile in each.tiles),
-            tuple(sends),
-        )
+        return replace(self, problem=replace(self.problem, lengths_q=lengths, lengths_k=lengths))
 
     def owners(self) -> list[int]:
         """The rank of each token of the stream."""
@@ -139,6 +92,39 @@ class Schedule:
                 for i in range(span.length):
                     owner[span.index + i * span.stride] = rank
         return owner
+
+    def patches(self, head: int = 0) -> Iterator[Patch]:
+        """The picture of one KV head."""
+        for plan, number in product(self.plans, range(len(self.plans[0].steps))):
+            works = (work for work in plan.steps[number].work if head in range(*work.heads))
+            for tile in chain.from_iterable(work.tiles for work in works):
+                query, key = tile.query, tile.key
+                pairs = tuple(
+                    (query.index + i * query.stride, key.index + j * key.stride)
+                    for i in range(query.length)
+                    for j in range(key.length)
+                    if tile.low <= j - i <= tile.high
+                )
+                yield Patch(plan.rank, number, pairs, query.stride == key.stride == 1)
+
+    def _turn(self, plan: Plan, number: int) -> Turn:
+        step = plan.steps[number]
+        sent = (each for each in step.transfers if each.source == plan.rank != each.target)
+        return Turn(
+            plan.rank,
+            number,
+            tuple(f"Q{ranges(each.queries)}·K{ranges(each.keys)}" for each in step.work),
+            sum(tile.pairs * len(range(*each.heads)) for each in step.work for tile in each.tiles),
+            tuple(map(self._message, sent)),
+        )
+
+    def _message(self, transfer: Transfer) -> str:
+        what = "Q" if transfer.side is Side.QUERY else "K"
+        if transfer.payload is Payload.RESULT:
+            what = f"d{what}" if self.backward else "out"
+        all_heads = transfer.heads == self.problem.all_heads
+        heads = "" if all_heads else f" (head {ranges(range(*transfer.heads))})"
+        return f"{what}{transfer.owner}{heads} → {transfer.target}"
 
 
 def colour(rank: int, world_size: int) -> str:
@@ -164,23 +150,3 @@ def ranges(numbers: Sequence[int]) -> str:
         members = [number for _, number in run]
         runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}–{members[-1]}")
     return ", ".join(runs)
-
-
-def _message(transfer: Transfer, schedule: Schedule) -> str:
-    what = "Q" if transfer.side is Side.QUERY else "K"
-    if transfer.payload is Payload.RESULT:
-        what = f"d{what}" if schedule.backward else "out"
-    all_heads = transfer.heads == schedule.problem.all_heads
-    heads = "" if all_heads else f" (head {ranges(range(*transfer.heads))})"
-    return f"{what}{transfer.owner}{heads} → {transfer.target}"
-
-
-def _patch(rank: int, step: int, tile: Tile) -> Patch:
-    query, key = tile.query, tile.key
-    pairs = tuple(
-        (query.index + i * query.stride, key.index + j * key.stride)
-        for i in range(query.length)
-        for j in range(key.length)
-        if tile.low <= j - i <= tile.high
-    )
-    return Patch(rank, step, pairs, query.stride == key.stride == 1)

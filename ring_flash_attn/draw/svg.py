@@ -5,12 +5,12 @@ A schedule is the mask, coloured by rank and numbered by step, and a timeline be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape
 
-from ..bench.replays.results import COMPUTE, TRANSFERS, Bar, Replay
-from ..bench.workload import FORWARD
+from ..bench.replays.results import COMPUTE, TRANSFERS, Replay
+from ..bench.workload import BACKWARD, FORWARD
 from .schedule import LONGER, Patch, Schedule, colour, percent
 
 _TEXT = "#768390"  # can be read on white and on black
@@ -22,25 +22,6 @@ _MARGIN = 16.0
 _LANE = 20.0  # height of a rank's timeline
 _PANEL = _PICTURE + _GUTTER
 _WIDTH, _LABELS, _TOP, _BAR = 960.0, 76.0, 78.0, 34.0  # of a timeline; a lane's height
-_LANES = (COMPUTE, TRANSFERS)
-_COLOURS = 8  # of the palette: forward is the first of them, backward the second
-
-
-def draw_svg(schedules: Sequence[Schedule]) -> str:
-    """The panels of some schedules, side by side, on one time scale."""
-    width = 2 * _MARGIN + len(schedules) * (_PANEL + _GAP) - _GAP
-    legend, top = _legend(max(schedule.world_size for schedule in schedules), width)
-    lanes = max(schedule.world_size for schedule in schedules) * _LANE
-    height = top + _PICTURE + 40 + lanes + 58
-    longest = max(sum(schedule.step_times) for schedule in schedules) or 1
-    parts = list(legend)
-    for number, schedule in enumerate(schedules):
-        x = _MARGIN + number * (_PANEL + _GAP)
-        parts += _panel(schedule, x, top, _PICTURE / longest)
-    body = "\n".join(parts)
-    return _frame(width, height, _title(schedules), f"{_HATCH}\n{body}")
-
-
 # Idle time: thin diagonal lines.
 _HATCH = (
     '<defs><pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse" '
@@ -49,15 +30,32 @@ _HATCH = (
 )
 
 
-def _title(schedules: Sequence[Schedule]) -> str:
+def draw_svg(schedules: Sequence[Schedule]) -> str:
+    """The panels of some schedules, side by side, on one time scale."""
+    width = 2 * _MARGIN + len(schedules) * (_PANEL + _GAP) - _GAP
+    ranks = max(schedule.world_size for schedule in schedules)
+    swatches = [(colour(rank, ranks), 12.0, f"rank {rank}") for rank in range(ranks)]
+    steps = ("", 0.0, "numbers: the step in which a pair is computed")
+    idle = ("url(#idle)", 24.0, "waiting for the busiest rank of the step")
+    legend, end = _legend([*swatches, steps, idle], width, 24.0)
+    parts, top = [_HATCH, *legend], end + 84
+    longest = max(sum(schedule.step_times) for schedule in schedules) or 1
+    for number, schedule in enumerate(schedules):
+        x, layout = _MARGIN + number * (_PANEL + _GAP), schedule.problem.layout
+        title = f"{layout.name} × {schedule.route}"
+        says = (layout.split.__doc__ or "").split(".")[0].split(":")[0]
+        parts.append(_write(x, top - 50, title, 16, extra='font-weight="600"'))
+        parts.append(_write(x, top - 32, says, 11))
+        parts += _mask(schedule, x + _GUTTER, top)
+        parts += _timeline(schedule, x + _GUTTER, top + _PICTURE + 40, _PICTURE / longest)
     names = ", ".join(f"{s.problem.layout.name} × {s.route}" for s in schedules)
-    return f"Who computes what, and when: {names}, {schedules[0].world_size} ranks"
+    title = f"Who computes what, and when: {names}, {schedules[0].world_size} ranks"
+    return _frame(width, top + _PICTURE + 40 + ranks * _LANE + 58, title, parts)
 
 
 def _write(
     x: float, y: float, text: str, size: float = 11, anchor: str = "start", extra: str = ""
 ) -> str:
-    """A line of text."""
     fill = "" if "fill=" in extra else f' fill="{_TEXT}"'
     return (
         f'<text x="{x:.4g}" y="{y:.4g}" font-size="{size:g}" text-anchor="{anchor}"{fill}'
@@ -66,15 +64,14 @@ def _write(
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, extra: str = "") -> str:
-    """A rectangle."""
     return (
         f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" fill="{fill}"'
         f"{' ' + extra if extra else ''}/>"
     )
 
 
-def _frame(width: float, height: float, title: str, body: str) -> str:
-    """The whole file."""
+def _frame(width: float, height: float, title: str, parts: Iterable[str]) -> str:
+    body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}" font-family="{_FONT}" role="img">\n'
@@ -82,12 +79,11 @@ def _frame(width: float, height: float, title: str, body: str) -> str:
     )
 
 
-def _legend(world_size: int, width: float) -> tuple[list[str], float]:
-    """Colours, numbers and hatching explained, in as many lines as it takes; and where they end."""
-    entries = [(colour(rank, world_size), 12.0, f"rank {rank}") for rank in range(world_size)]
-    entries.append(("", 0.0, "numbers: the step in which a pair is computed"))
-    entries.append(("url(#idle)", 24.0, "waiting for the busiest rank of the step"))
-    parts, x, y = [], _MARGIN, 24.0
+def _legend(
+    entries: Iterable[tuple[str, float, str]], width: float, y: float
+) -> tuple[list[str], float]:
+    """Swatches (fill, width) and what they mean, in as many lines as it takes; where they end."""
+    parts, x = [], _MARGIN
     for fill, swatch, text in entries:
         space = swatch + 5 + 6.7 * len(text)
         if x + space > width and x > _MARGIN:
@@ -96,16 +92,7 @@ def _legend(world_size: int, width: float) -> tuple[list[str], float]:
             parts.append(_box(x, y - 10, swatch, 12, fill, 'rx="2"'))
         parts.append(_write(x + swatch + (5 if fill else 0), y, text, 12))
         x += space + 12
-    return parts, y + 84
-
-
-def _panel(schedule: Schedule, x: float, top: float, scale: float) -> Iterator[str]:
-    layout = schedule.problem.layout
-    says = (layout.split.__doc__ or "").split(".")[0].split(":")[0]
-    yield _write(x, top - 50, f"{layout.name} × {schedule.route}", 16, extra='font-weight="600"')
-    yield _write(x, top - 32, says, 11)
-    yield from _mask(schedule, x + _GUTTER, top)
-    yield from _timeline(schedule, x + _GUTTER, top + _PICTURE + 40, scale)
+    return parts, y
 
 
 def _mask(schedule: Schedule, x: float, y: float) -> Iterator[str]:
@@ -134,29 +121,19 @@ def _patch(patch: Patch, x: float, y: float, cell: float, fill: str) -> Iterator
             yield _box(left, top, cell - gap, cell - gap, fill)
             yield from _number_in(left + cell / 2, top + cell / 2, patch.step, cell)
         return
-    yield _area(patch, x, y, cell, gap, fill)
+    left_side, right_side = [], []  # the outline, a little smaller than the cells
+    last = patch.pairs[-1][0]
+    for query, row in groupby(patch.pairs, key=lambda pair: pair[0]):
+        keys = [key for _, key in row]
+        start, end = x + keys[0] * cell, x + (keys[-1] + 1) * cell - gap
+        for edge in (y + query * cell, y + (query + 1) * cell - (gap if query == last else 0)):
+            left_side.append((start, edge))
+            right_side.append((end, edge))
+    corners = " ".join(f"{a:.5g},{b:.5g}" for a, b in [*right_side, *reversed(left_side)])
+    yield f'<polygon points="{corners}" fill="{fill}"/>'
     query, key, side = _largest_square(patch.pairs)
     room = side * cell
     yield from _number_in(x + key * cell + room / 2, y + query * cell + room / 2, patch.step, room)
-
-
-def _area(patch: Patch, x: float, y: float, cell: float, gap: float, fill: str) -> str:
-    """The outline of neighbouring rows, a little smaller than its cells."""
-    rows = [
-        (query, [key for _, key in row])
-        for query, row in groupby(patch.pairs, key=lambda pair: pair[0])
-    ]
-    left, right = [], []
-    for query, keys in rows:
-        top, bottom = (
-            y + query * cell,
-            y + (query + 1) * cell - (gap if query == rows[-1][0] else 0),
-        )
-        start, end = x + keys[0] * cell, x + (keys[-1] + 1) * cell - gap
-        left += [(start, top), (start, bottom)]
-        right += [(end, top), (end, bottom)]
-    corners = " ".join(f"{a:.5g},{b:.5g}" for a, b in [*right, *reversed(left)])
-    return f'<polygon points="{corners}" fill="{fill}"/>'
 
 
 def _largest_square(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
@@ -177,6 +154,12 @@ def _number_in(x: float, y: float, number: int, room: float) -> Iterator[str]:
         yield _write(x, y + size * 0.36, str(number), size, "middle", 'fill="#fff"')
 
 
+def _bar(x: float, y: float, width: float, height: float, fill: str, step: int) -> Iterator[str]:
+    """A step in a lane."""
+    yield _box(x, y, max(0.5, width - 1), height, fill, 'rx="2"')
+    yield from _number_in(x + width / 2, y + height / 2, step, min(width, 18))
+
+
 def _timeline(schedule: Schedule, x: float, y: float, scale: float) -> Iterator[str]:
     """A lane for each rank; a step begins when the busiest rank has ended the one before."""
     yield _write(x, y - 10, "time →", 10)
@@ -188,12 +171,12 @@ def _timeline(schedule: Schedule, x: float, y: float, scale: float) -> Iterator[
             if time:
                 yield _box(start, top, time * scale, _LANE - 4, "url(#idle)", 'rx="2"')
             if work:
-                yield _box(start, top, max(0.5, work - 1), _LANE - 4, fill, 'rx="2"')
-                yield from _number_in(start + work / 2, top + _LANE / 2 - 2, step, min(work, 18))
+                yield from _bar(start, top, work, _LANE - 4, fill, step)
             start += time * scale
     bottom = y + schedule.world_size * _LANE + 14
     time, tokens = sum(schedule.step_times), LONGER * len(schedule.owners())
-    share = f"{schedule.pairs} pairs in {schedule.world_size} × {time} slots of time"
+    pairs = sum(schedule.rank_pairs)
+    share = f"{pairs} pairs in {schedule.world_size} × {time} slots of time"
     longer = f"{percent(schedule.longer().busy, 1)} with {tokens:,} tokens"
     yield _write(x, bottom, f"{percent(schedule.busy)} busy", 14, extra='font-weight="600"')
     yield _write(x, bottom + 17, share, 11)
@@ -205,41 +188,24 @@ def draw_timeline(replay: Replay) -> str:
     if not replay.timeline:
         raise ValueError("nothing was recorded: replay(…, timeline=True)")
     end = max(bar.end for bar in replay.timeline)
-    scale = (_WIDTH - _LABELS - 2 * _MARGIN) / end
+    left, lanes = _MARGIN + _LABELS, (COMPUTE, TRANSFERS)
+    scale = (_WIDTH - left - _MARGIN) / end
+    fills = {name: colour(rank, 2) for rank, name in enumerate((FORWARD, BACKWARD))}
     title = f"{replay.ours.name}, {replay.title}"
-    parts = [*_header(title, replay.note), *_axis(end, scale)]
-    for number, lane in enumerate(_LANES):
-        top = _TOP + number * _BAR
-        parts.append(_write(_MARGIN, top + 17, lane, 12))
-        for bar in replay.timeline:
-            if bar.lane == lane:
-                parts += _bar(bar, top, scale)
-    height = _TOP + len(_LANES) * _BAR + 34
-    return _frame(_WIDTH, height, f"Timeline of {title}", "\n".join(parts))
-
-
-def _header(title: str, note: str) -> Iterator[str]:
-    yield _write(_MARGIN, 26, title, 16, extra='font-weight="600"')
-    yield _write(_MARGIN, 44, note, 11)
-    x = _MARGIN
-    for number, text in enumerate(("forward", "backward")):
-        yield _box(x, 53, 12, 12, colour(number, _COLOURS), 'rx="2"')
-        yield _write(x + 17, 63, text, 12)
-        x += 76
-    yield _write(x, 63, "numbers: steps", 12)
-
-
-def _bar(bar: Bar, top: float, scale: float) -> Iterator[str]:
-    x, width = _MARGIN + _LABELS + bar.start * scale, (bar.end - bar.start) * scale
-    fill = colour(0 if bar.direction == FORWARD else 1, _COLOURS)
-    yield _box(x, top, max(0.5, width - 0.5), _BAR - 8, fill, 'rx="2"')
-    yield from _number_in(x + width / 2, top + (_BAR - 8) / 2, int(bar.label), min(width, 18.0))
-
-
-def _axis(end: float, scale: float) -> Iterator[str]:
-    """Times in ms, below the lanes."""
-    y = _TOP + len(_LANES) * _BAR + 14
-    for part in range(5):
+    swatches = [(fill, 12.0, name) for name, fill in fills.items()]
+    parts = [
+        _write(_MARGIN, 26, title, 16, extra='font-weight="600"'),
+        _write(_MARGIN, 44, replay.note, 11),
+        *_legend([*swatches, ("", 0.0, "numbers: steps")], _WIDTH, 63.0)[0],
+    ]
+    below = _TOP + len(lanes) * _BAR
+    for part, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
         time = end * part / 4
-        anchor = ("start", "middle", "middle", "middle", "end")[part]
-        yield _write(_MARGIN + _LABELS + time * scale, y, f"{time:.3g} ms", 10, anchor)
+        parts.append(_write(left + time * scale, below + 14, f"{time:.3g} ms", 10, anchor))
+    tops = {lane: _TOP + number * _BAR for number, lane in enumerate(lanes)}
+    parts += [_write(_MARGIN, top + 17, lane, 12) for lane, top in tops.items()]
+    for bar in replay.timeline:
+        x, width = left + bar.start * scale, (bar.end - bar.start) * scale
+        fill = fills[bar.direction]
+        parts += _bar(x, tops[bar.lane], width, _BAR - 8, fill, int(bar.label))
+    return _frame(_WIDTH, below + 34, f"Timeline of {title}", parts)

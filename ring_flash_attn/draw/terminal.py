@@ -10,17 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..plan.tiles import Mask
-from .schedule import LONGER, Schedule, colour, percent, ranges
+from .schedule import DIGITS, LONGER, Schedule, colour, percent, ranges
 
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _LARGEST = 40  # tokens of a mask that fits into 100 columns
-_LINE = 96  # tokens of a line
+_LINE, _HELD = 96, 70  # tokens of a line; characters for the tokens of a rank
 _BAR = 16  # characters of the busiest rank's bar
 
 
 def render(schedule: Schedule) -> RenderableType:
-    """The whole schedule as text."""
     parts: list[RenderableType] = [_headline(schedule), "", *_holders(schedule), ""]
     if len(schedule.owners()) <= _LARGEST:
         parts += [*_picture(schedule), ""]
@@ -28,27 +25,24 @@ def render(schedule: Schedule) -> RenderableType:
 
 
 def _headline(schedule: Schedule) -> Text:
-    problem = schedule.problem
+    problem, mask = schedule.problem, schedule.problem.mask
     documents = [length for length in problem.lengths_k if length]
+    left, right = ("all" if side is None else side for side in (mask.left, mask.right))
+    seen = f"window of {left} keys before and {right} after"
+    if left == "all" and right in ("all", 0):
+        seen = "no mask" if right == "all" else "causal"
     facts = [
         f"{schedule.world_size} ranks",
         f"{sum(documents)} tokens" + (f" in {len(documents)} documents" * (len(documents) > 1)),
-        _mask_name(problem.mask),
+        seen,
         "backward" if schedule.backward else "forward",
     ]
     title = Text(f"{problem.layout.name} × {schedule.route}", style="bold")
     return title.append(f"   {', '.join(facts)}", style="not bold")
 
 
-def _mask_name(mask: Mask) -> str:
-    if mask.left is None and mask.right in (None, 0):
-        return "no mask" if mask.right is None else "causal"
-    left, right = ("all" if side is None else side for side in (mask.left, mask.right))
-    return f"window of {left} keys before and {right} after"
-
-
-def _digit(rank: int) -> str:
-    return _DIGITS[rank] if rank < len(_DIGITS) else "*"
+def _digit(number: int) -> str:
+    return DIGITS[number] if number < len(DIGITS) else "*"
 
 
 def _paint(text: str, rank: int, schedule: Schedule) -> Text:
@@ -60,41 +54,35 @@ def _holders(schedule: Schedule) -> Iterator[Text]:
     owners = schedule.owners()
     yield Text("Who holds which tokens", style="bold")
     if len(owners) <= _LINE:
-        parts = [_paint(_digit(owner), owner, schedule) for owner in owners]
-        yield Text("  ").append_text(Text().join(parts))
+        yield Text.assemble("  ", *(_paint(_digit(owner), owner, schedule) for owner in owners))
     for rank in range(schedule.world_size):
         held = [token for token, owner in enumerate(owners) if owner == rank]
-        line = Text("  ").append_text(_paint(f" rank {rank} ", rank, schedule))
-        yield line.append(f" {len(held)} tokens: {_short(ranges(held), 70)}")
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 2] + " …"
+        tokens = ranges(held)
+        if len(tokens) > _HELD:
+            tokens = tokens[: _HELD - 2] + " …"
+        name = _paint(f" rank {rank} ", rank, schedule)
+        yield Text.assemble("  ", name, f" {len(held)} tokens: {tokens}")
 
 
 def _picture(schedule: Schedule) -> Iterator[Text]:
     """The mask: in each cell the step, in the colour of the rank that computes it."""
     owners = schedule.owners()
     cells = {pair: (patch.rank, patch.step) for patch in schedule.patches() for pair in patch.pairs}
+    who = "colours: the rank that computes"
+    for side, name in enumerate(("key", "query")):  # in words, for those who see no colours
+        if all(rank == owners[pair[1 - side]] for pair, (rank, _) in cells.items()):
+            who = f"the rank that holds the {name} computes"
     yield Text("Which step computes which pair", style="bold")
-    yield Text(f"  rows: queries, columns: keys; {_who_computes(cells, owners)}")
-    edge = [_paint(f"{_digit(owner)} ", owner, schedule) for owner in owners]
-    yield Text("  rank │ ").append_text(Text().join(edge))
+    yield Text(f"  rows: queries, columns: keys; {who}")
+    edge = (_paint(f"{_digit(owner)} ", owner, schedule) for owner in owners)
+    yield Text.assemble("  rank │ ", *edge)
     for query, owner in enumerate(owners):
-        line = Text("    ").append_text(_paint(f" {_digit(owner)}", owner, schedule)).append(" │ ")
-        for key in range(len(owners)):
-            rank, step = cells.get((query, key), (-1, -1))
-            masked = Text("· ", style="dim")
-            line.append_text(masked if rank < 0 else _paint(f"{_digit(step)} ", rank, schedule))
-        yield line
-
-
-def _who_computes(cells: dict[tuple[int, int], tuple[int, int]], owners: list[int]) -> str:
-    """In words, for those who see no colours."""
-    for side, name in enumerate(("query", "key")):
-        if all(rank == owners[pair[side]] for pair, (rank, _) in cells.items()):
-            return f"the rank that holds the {name} computes"
-    return "colours: the rank that computes"
+        found = (cells.get((query, key)) for key in range(len(owners)))
+        row = (
+            _paint(f"{_digit(each[1])} ", each[0], schedule) if each else ("· ", "dim")
+            for each in found
+        )
+        yield Text.assemble("    ", _paint(f" {_digit(owner)}", owner, schedule), " │ ", *row)
 
 
 def _steps(schedule: Schedule) -> Table:
@@ -106,13 +94,12 @@ def _steps(schedule: Schedule) -> Table:
     table.add_column("pairs", justify="right")
     table.add_column("share of the rank's work", min_width=_BAR)
     table.add_column("sends meanwhile", overflow="fold")
-    longest = max(1, *schedule.step_times)
+    longest, pairs = max(1, *schedule.step_times), schedule.rank_pairs
     for turn in chain.from_iterable(schedule.turns):
         hue = colour(turn.rank, schedule.world_size)
         bar = Text("█" * round(_BAR * turn.pairs / longest), hue)
         if turn.pairs:
-            share = percent(turn.pairs / schedule.rank_pairs(turn.rank))
-            bar.append(f" {share}", style="default")
+            bar.append(f" {percent(turn.pairs / pairs[turn.rank])}", style="default")
         table.add_row(
             str(turn.step) if turn.rank == 0 else "",
             str(turn.rank),
@@ -127,12 +114,11 @@ def _steps(schedule: Schedule) -> Table:
 
 def _balance(schedule: Schedule) -> Text:
     """Pairs of each rank, and how much of the time is work."""
-    each = [schedule.rank_pairs(rank) for rank in range(schedule.world_size)]
-    time = sum(schedule.step_times)
-    line = Text(f"Pairs of each rank: {', '.join(map(str, each))}; together {sum(each)}.\n")
-    line.append(f"{percent(schedule.busy)} busy", style="bold")
-    return line.append(
+    each, time = schedule.rank_pairs, sum(schedule.step_times)
+    return Text.assemble(
+        f"Pairs of each rank: {', '.join(map(str, each))}; together {sum(each)}.\n",
+        (f"{percent(schedule.busy)} busy", "bold"),
         f": a step lasts as long as its busiest rank, all steps {time} pairs.\n"
         f"{sum(each)} / ({schedule.world_size} × {time}) = {percent(schedule.busy, 1)}; "
-        f"with {LONGER * len(schedule.owners()):,} tokens {percent(schedule.longer().busy, 1)}."
+        f"with {LONGER * len(schedule.owners()):,} tokens {percent(schedule.longer().busy, 1)}.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
@@ -13,23 +13,12 @@ from string import Template
 from typing import Any
 
 from ..bench.results import plain_json
-from .records import Source, header, records, timelines
+from .records import Sources, records, timelines
 from .schedules import scenes
 
-_SCRIPTS = (
-    "elements",
-    "plot",
-    "charts",
-    "errors",
-    "timeline",
-    "schedule",
-    "scene",
-    "table",
-    "page",
-)
 _MISSING = 'rfa report needs plotly: pip install "ring-flash-attn[report]"'
 # What could end the script, or a line of it, as JSON writes it otherwise.
-_ESCAPES = {each: f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
+_ESCAPES = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\u2028\u2029"}
 # Colours of implementations, which people who see few colours can tell apart: after Okabe and Ito,
 # without yellow and black (lost on white and on dark), and more that differ from these in lightness
 # as well as in hue.
@@ -69,11 +58,24 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def page_data(sources: Sequence[Source]) -> dict[str, Any]:
+def page_data(sources: Sources) -> dict[str, Any]:
     """All that the page shows, as plain values."""
     rows, lines = records(sources), list(timelines(sources))
     return {
-        "sources": [header(source) for source in sources],
+        "sources": [
+            {
+                "file": file,
+                "device": results.device,
+                "command": str(results.command),
+                "created": str(results.created),
+                "commit": None if results.commit is None else str(results.commit),
+                "versions": {str(name): str(each) for name, each in results.versions.items()},
+                "settings": {str(name): str(each) for name, each in results.settings.items()},
+                "peak": dict(results.peak),
+                "rows": len(results.rows),
+            }
+            for file, results in sources.items()
+        ],
         "records": rows,
         "styles": styles(each["implementation"] for each in (*rows, *lines)),
         "timelines": lines,
@@ -83,32 +85,32 @@ def page_data(sources: Sequence[Source]) -> dict[str, Any]:
 
 def json_for_script(values: Any) -> str:
     """JSON that may stand between <script> and </script>, whatever its texts hold."""
-    text = json.dumps(
-        plain_json(values), ensure_ascii=False, allow_nan=False, separators=(",", ":")
-    )
-    for character, escaped in _ESCAPES.items():
-        text = text.replace(character, escaped)
-    return text
+    plain, compact = plain_json(values), (",", ":")
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=compact)
+    return text.translate(_ESCAPES)
 
 
-def make_page(sources: Sequence[Source], title: str, plotly: str) -> str:
-    """The whole file.
-
-    Args:
-        sources: what to show.
-        title: of the page.
-        plotly: its JavaScript.
-    """
-    script = "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
+def make_page(data: Mapping[str, Any], title: str, plotly: str) -> str:
+    """The whole file, with what `page_data` made and plotly's JavaScript."""
+    found = (each.name for each in files(__package__).iterdir() if each.name.endswith(".js"))
+    names = sorted(found, key=lambda name: (name == "page.js", name))  # which runs the others
+    script = "\n".join(map(_read, names))
     for name, text in (("plotly", plotly), ("the page's script", script)):
         if "</script" in text.lower():
             raise ValueError(f"{name} cannot be put into a page: it holds the end of a script")
+    # The browser may run these scripts and nothing else, and fetch nothing at all.
+    hashes = [hashlib.sha256(each.encode()).digest() for each in (plotly, script)]
+    allowed = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
     return Template(_read("page.html")).substitute(
-        policy=_policy(plotly, script),
+        policy=policy,
         title=escape(title),
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         style=_read("page.css"),
-        data=json_for_script(page_data(sources)),
+        data=json_for_script(data),
         plotly=plotly,
         script=script,
     )
@@ -118,28 +120,14 @@ def _read(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _policy(*scripts: str) -> str:
-    """What the browser may do: run these scripts and nothing else, and fetch nothing at all."""
-    hashes = [hashlib.sha256(script.encode()).digest() for script in scripts]
-    allowed = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
-
-
 def styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """A colour and a symbol for each implementation; no two have both in common."""
     found = list(dict.fromkeys(names))
     places = {name: place for place, name in enumerate(_FIXED) if name in found}
     free = (place for place in range(len(_FIXED) + len(found)) if place not in places.values())
+    chosen = {}
     for name in found:
-        if name not in places:
-            places[name] = next(free)
-    return {name: _style(places[name]) for name in found}
-
-
-def _style(place: int) -> dict[str, str]:
-    turn, colour = divmod(place, len(_COLOURS))
-    symbol = (colour + 3 * turn) % len(_SYMBOLS)
-    return {"colour": _COLOURS[colour], "symbol": _SYMBOLS[symbol]}
+        turn, colour = divmod(places[name] if name in places else next(free), len(_COLOURS))
+        symbol = (colour + 3 * turn) % len(_SYMBOLS)
+        chosen[name] = {"colour": _COLOURS[colour], "symbol": _SYMBOLS[symbol]}
+    return chosen

@@ -6,7 +6,6 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,66 +21,84 @@ _WORDS = {
 _ANYTHING = "ring_attention"  # the function whose name does not say its layout and route
 _ELSEWHERE = ("world_size", "rank", "link", "layout", "route", "function")  # said otherwise
 _SHAPE = ("batch", "seqlen", "nheads", "nheads_k", "headdim", "causal", "window", "dtype")
-_MIB = 1 << 20
+Sources = Mapping[str, Results]  # by the name of the file
 
 
-@dataclass(frozen=True)
-class Source:
-    """One file.
+def read(paths: Sequence[Path]) -> Sources:
+    """Every file once, with its folder where two have the same name.
 
-    Attributes:
-        name: of the file, with its folder where two have the same name.
-        results: what it holds.
+    ValueError names the one that cannot be read.
     """
-
-    name: str
-    results: Results
-
-
-def read(paths: Sequence[Path]) -> list[Source]:
-    """Every file once; ValueError that names the one that cannot be read."""
     if not paths:
         raise ValueError("no file to report on")
     once = list({path.resolve(): path for path in paths}.values())
     names = Counter(path.name for path in once)
-    return [Source(path.name if names[path.name] == 1 else str(path), load(path)) for path in once]
+    return {path.name if names[path.name] == 1 else str(path): load(path) for path in once}
 
 
-def header(source: Source) -> dict[str, Any]:
-    """What was measured where: a line of the page's first table."""
-    results = source.results
-    return {
-        "file": source.name,
-        "device": source.results.device,
-        "command": str(results.command),
-        "created": str(results.created),
-        "commit": None if results.commit is None else str(results.commit),
-        "versions": {str(name): str(each) for name, each in results.versions.items()},
-        "settings": {str(name): str(each) for name, each in results.settings.items()},
-        "peak": {str(name): each for name, each in results.peak.items()},
-        "rows": len(results.rows),
-    }
-
-
-def records(sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """A record for each row of each file, in order."""
+def records(sources: Sources) -> list[dict[str, Any]]:
+    """A record for each row of each file, in order; `case` is the same for all ranks of one."""
     cases: dict[str, int] = {}
     found = []
-    for source in sources:
-        for place, row in enumerate(source.results.rows):
+    for file, results in sources.items():
+        for place, row in enumerate(results.rows):
+            whole = {name: each for name, each in row.placement.items() if name != "rank"}
+            parts = [file, row.implementation, row.passes, row.workload, whole]
+            key = json.dumps(parts, sort_keys=True, default=str)
+            case = cases.setdefault(key, len(cases))
             try:
-                words, numbers = _what(source, row, cases), _numbers(source, row)
+                record = _record(row, results.peak)
             except (TypeError, ValueError, AttributeError) as error:
-                raise ValueError(f"{source.name}: row {place} is damaged: {error}") from None
-            found.append({**words, **numbers, "row": row.to_dict()})
+                raise ValueError(f"{file}: row {place} is damaged: {error}") from None
+            found.append({"file": file, "device": results.device, "case": case, **record})
     return found
+
+
+def _record(row: Row, peak: Mapping[str, Any]) -> dict[str, Any]:
+    """Words and numbers; None where there is none."""
+    placement, workload, tflops = row.placement, row.workload, number(row.tflops)
+    samples = [each for each in map(number, row.samples_ms) if each is not None]
+    ms = statistics.median(samples) if samples else None
+    if "world_size" in placement:  # of several devices, nobody moves all of a call
+        peak = {name: each for name, each in peak.items() if name != "gbps"}
+    elif tflops is None and ms and (cost := _cost(workload, row.passes)) is not None:
+        tflops = cost[0] / ms / 1e9
+    size = number(row.peak_bytes)
+    errors = ((number(each.get("max")), number(each.get("limit"))) for each in row.errors.values())
+    shares = (largest / limit for largest, limit in errors if largest is not None and limit)
+    return {
+        "kind": str(row.kind),
+        "implementation": str(row.implementation),
+        "passes": str(row.passes),
+        "shape": shape(workload),
+        "feature": workload.get("feature"),
+        "layout": placement.get("layout"),
+        "route": placement.get("route"),
+        "placement": placement_words(placement),
+        "link": placement.get("link"),
+        "dtype": workload.get("dtype"),
+        "failed": None if row.failed is None else str(row.failed),
+        "batch": number(workload.get("batch")),
+        "seqlen": number(workload.get("seqlen")),
+        "world_size": number(placement.get("world_size")),
+        "rank": number(placement.get("rank")),
+        "ms": ms,
+        "runs": len(row.samples_ms) or None,
+        "tflops": tflops,
+        "roof": roof(workload, row.passes, peak),
+        "peak_mib": None if size is None else size / 2**20,
+        "efficiency": number(row.values.get("efficiency_percent")),
+        "slowest": number(row.values.get("slowest")),
+        "error_share": max(shares, default=None),  # the largest, in parts of what is allowed
+        "row": row.to_dict(),
+    }
 
 
 def shape(workload: Mapping[str, Any]) -> str:
     """All of a workload but its batch and length, in words: a family of measurements."""
     heads, heads_k = workload.get("nheads", "?"), workload.get("nheads_k", workload.get("nheads"))
-    words = [f"{heads} heads" if heads == heads_k else f"{heads}/{heads_k} heads"]
-    words[0] += f" × {workload.get('headdim', '?')}"
+    counts = heads if heads == heads_k else f"{heads}/{heads_k}"
+    words = [f"{counts} heads × {workload.get('headdim', '?')}"]
     words.append("causal" if workload.get("causal") else "full")
     window = list(workload.get("window") or (-1, -1))
     if window != [-1, -1]:
@@ -100,69 +117,16 @@ def placement_words(placement: Mapping[str, Any]) -> str:
 
     A function's name says it all, and what it does by default.
     """
-    function = placement.get("function")
-    point = " × ".join(str(placement[name]) for name in ("layout", "route") if name in placement)
-    if function is not None and function != _ANYTHING:
-        backend = placement.get("backend")
-        return str(function) if backend is None else f"{function}, over {backend}"
-    rest = [
+    first, shown = placement.get("function"), {"backend"}
+    if first in (None, _ANYTHING):
+        point = (placement[name] for name in ("layout", "route") if name in placement)
+        first, shown = " × ".join(map(str, point)), {*placement}.difference(_ELSEWHERE)
+    rest = (
         _WORDS.get(name, name + " {}").format(value)
         for name, value in placement.items()
-        if name not in _ELSEWHERE
-    ]
-    return ", ".join([*([point] if point else []), *rest])
-
-
-def _what(source: Source, row: Row, cases: dict[str, int]) -> dict[str, Any]:
-    """Words: who, what and where. `case` is the same for all ranks of a measurement."""
-    placement, workload = row.placement, row.workload
-    whole = {name: each for name, each in placement.items() if name != "rank"}
-    key = json.dumps(
-        [source.name, row.implementation, row.passes, workload, whole], sort_keys=True, default=str
+        if name in shown and value is not None
     )
-    return {
-        "file": source.name,
-        "kind": str(row.kind),
-        "implementation": str(row.implementation),
-        "passes": str(row.passes),
-        "device": source.results.device,
-        "shape": shape(workload),
-        "feature": workload.get("feature"),
-        "layout": placement.get("layout"),
-        "route": placement.get("route"),
-        "placement": placement_words(placement),
-        "link": placement.get("link"),
-        "dtype": workload.get("dtype"),
-        "case": cases.setdefault(key, len(cases)),
-        "failed": None if row.failed is None else str(row.failed),
-    }
-
-
-def _numbers(source: Source, row: Row) -> dict[str, Any]:
-    """Numbers, None where there is none. One device without tflops: they follow from its time."""
-    samples = [each for each in map(number, row.samples_ms) if each is not None]
-    ms = statistics.median(samples) if samples else None
-    tflops, peak = number(row.tflops), dict(source.results.peak)
-    if "world_size" in row.placement:  # of several devices, nobody moves all of a call
-        peak.pop("gbps", None)
-    elif tflops is None and ms:
-        cost = _cost(row.workload, row.passes)
-        tflops = None if cost is None else cost[0] / ms / 1e9
-    values = {name: number(each) for name, each in row.values.items()}
-    return {
-        "batch": number(row.workload.get("batch")),
-        "seqlen": number(row.workload.get("seqlen")),
-        "world_size": number(row.placement.get("world_size")),
-        "rank": number(row.placement.get("rank")),
-        "ms": ms,
-        "runs": len(row.samples_ms) or None,
-        "tflops": tflops,
-        "roof": roof(row.workload, row.passes, peak),
-        "peak_mib": None if (size := number(row.peak_bytes)) is None else size / _MIB,
-        "efficiency": values.get("efficiency_percent"),
-        "slowest": values.get("slowest"),
-        "error_share": _error_share(row),
-    }
+    return ", ".join(filter(None, (str(first), *rest)))
 
 
 def roof(workload: Mapping[str, Any], passes: str, peak: Mapping[str, Any]) -> float | None:
@@ -191,35 +155,25 @@ def _cost(workload: Mapping[str, Any], passes: str) -> tuple[float, int] | None:
         return None
 
 
-def _error_share(row: Row) -> float | None:
-    """The largest error, in parts of what is allowed."""
-    shares = []
-    for each in row.errors.values():
-        largest, limit = number(each.get("max")), number(each.get("limit"))
-        if largest is not None and limit:
-            shares.append(largest / limit)
-    return max(shares, default=None)
-
-
-def timelines(sources: Sequence[Source]) -> Iterator[dict[str, Any]]:
+def timelines(sources: Sources) -> Iterator[dict[str, Any]]:
     """Launches and transfers of the slowest rank of each replay that recorded them."""
-    for source in sources:
-        replays = source.results.details.get("replays", {})
+    for file, results in sources.items():
+        replays = results.details.get("replays", {})
         if not isinstance(replays, Mapping):
-            raise ValueError(f"{source.name}: damaged: 'replays' holds no names")
+            raise ValueError(f"{file}: damaged: 'replays' holds no names")
         for name, values in replays.items():
             try:
                 replay = Replay.from_dict(values)
             except (KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{source.name}: replay {name!r} is damaged: {error!r}") from None
+                raise ValueError(f"{file}: replay {name!r} is damaged: {error!r}") from None
             if replay.timeline:
                 row = next(replay_rows(replay))
                 yield {
                     "name": f"{name}, {replay.title}",
-                    "file": source.name,
+                    "file": file,
                     "kind": row.kind,
                     "implementation": row.implementation,
-                    "device": source.results.device,
+                    "device": results.device,
                     "shape": shape(row.workload),
                     "note": replay.note,
                     "bars": [

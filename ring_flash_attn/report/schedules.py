@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from ..bench.workload import Placement, Workload, problem_of
-from ..draw.schedule import Schedule, colour
+from ..draw.schedule import DIGITS, Schedule, colour
 from ..plan.build import route_names
 from ..plan.layout import FLAT_PREFIX, layout_names
 
-WORLD_SIZES = (2, 4, 8)
-_TOKENS = {2: 16, 4: 16, 8: 32}
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # steps, one character each
-_NONE = "."
-_DOCUMENTS = {"one sequence": (1.0,), "three documents": (0.3125, 0.25, 0.4375)}
+_TOKENS = {2: 16, 4: 16, 8: 32}  # by number of ranks
+WORLD_SIZES = tuple(_TOKENS)
+_ONE = "one sequence"
+_DOCUMENTS = {_ONE: (1.0,), "three documents": (0.3125, 0.25, 0.4375)}
+_OPTIONS: dict[str, dict[str, Any]] = {  # of routes, in words
+    "ring": {
+        "ring, one source a launch": {"sources_per_launch": 1},
+        "ring, up to four sources a launch": {"sources_per_launch": 4},
+    },
+    "all_gather": {"all_gather, two groups of heads": {"heads_k_stride": 1}},
+}
 
 
 def scenes() -> dict[str, Any]:
     """All scenes by layout, route, documents, pass and number of ranks; and the ranks' colours."""
     found = [
-        _scene(
-            replace(placement, layout=layout, world_size=world_size),
-            label,
-            documents,
-            nheads_k,
-            backward,
-        )
+        _scene(Placement(world_size, layout, route, **options), label, documents, backward)
         for documents in _DOCUMENTS
         for layout in layout_names()
-        if documents != "one sequence" or not layout.startswith(FLAT_PREFIX)
-        for label, placement, nheads_k in _placements()
+        if documents != _ONE or not layout.startswith(FLAT_PREFIX)
+        for route in route_names()
+        for label, options in _OPTIONS.get(route, {route: {}}).items()
         for world_size in WORLD_SIZES
         for backward in (False, True)
     ]
@@ -40,33 +39,16 @@ def scenes() -> dict[str, Any]:
     return {"scenes": found, "colours": colours}
 
 
-def _placements() -> Iterator[tuple[str, Placement, int]]:
-    """In words, the route with its options, and KV heads: two where it goes by groups of them."""
-    for route in route_names():
-        if route == "ring":
-            for sources, words in ((1, "one source"), (4, "up to four sources")):
-                placement = Placement(route=route, sources_per_launch=sources)
-                yield f"ring, {words} a launch", placement, 1
-        elif route == "all_gather":
-            yield "all_gather, two groups of heads", Placement(route=route, heads_k_stride=1), 2
-        else:
-            yield route, Placement(route=route), 1
-
-
-def _scene(
-    placement: Placement, label: str, documents: str, nheads_k: int, backward: bool
-) -> dict[str, Any]:
+def _scene(placement: Placement, label: str, documents: str, backward: bool) -> dict[str, Any]:
     tokens = _TOKENS[placement.world_size]
     lengths = (int(part * tokens) for part in _DOCUMENTS[documents])
+    nheads = 1 if placement.heads_k_stride is None else 2  # groups of one
     offsets = tuple(accumulate(lengths, initial=0))
-    workload = Workload(1, tokens, nheads_k, nheads_k, causal=True, cu_seqlens=offsets)
+    workload = Workload(1, tokens, nheads, nheads, causal=True, cu_seqlens=offsets)
     schedule = Schedule(placement.route, problem_of(workload, placement), backward)
-    queries_travel = any(  # so that who holds a key computes with it
-        work.queries != (plan.rank,)
-        for plan in schedule.plans
-        for step in plan.steps
-        for work in step.work
-    )
+    steps = [_step(schedule, number) for number in range(len(schedule.turns))]
+    # Where queries travel, who holds a key computes with it.
+    by_key = any(queries != [rank] for step in steps for rank, queries, *_ in step["work"])
     return {
         "layout": placement.layout,
         "route": label,
@@ -74,22 +56,21 @@ def _scene(
         "world_size": placement.world_size,
         "passes": "backward" if backward else "forward",
         "owners": schedule.owners(),
-        "by_key": queries_travel,
+        "by_key": by_key,
         "busy": round(schedule.busy, 4),
-        "steps": [_step(schedule, number) for number in range(len(schedule.turns))],
-        "fills": [_fill(schedule, tokens, head) for head in range(nheads_k)],
+        "steps": steps,
+        "fills": [_fill(schedule, tokens, head) for head in range(nheads)],
     }
 
 
 def _step(schedule: Schedule, number: int) -> dict[str, Any]:
     """Launches [rank, owners of queries, owners of keys, heads] and messages [what, from, to]."""
-    turns = schedule.turns[number]
     work = [
         [plan.rank, list(each.queries), list(each.keys), list(range(*each.heads))]
         for plan in schedule.plans
         for each in plan.steps[number].work
     ]
-    moves = []
+    turns, moves = schedule.turns[number], []
     for turn in turns:
         for message in turn.sends:
             what, _, target = message.rpartition(" → ")
@@ -99,8 +80,8 @@ def _step(schedule: Schedule, number: int) -> dict[str, Any]:
 
 def _fill(schedule: Schedule, tokens: int, head: int) -> str:
     """The step that computes each (query, key) of a head, a character each, row by row."""
-    grid = [_NONE] * (tokens * tokens)
+    grid = ["."] * (tokens * tokens)
     for patch in schedule.patches(head):
         for query, key in patch.pairs:
-            grid[query * tokens + key] = _DIGITS[patch.step]
+            grid[query * tokens + key] = DIGITS[patch.step]
     return "".join(grid)

@@ -15,27 +15,32 @@ from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench.link import LINKS
 from ring_flash_attn.bench.machine import Peak
+from ring_flash_attn.bench.measure import measure
 from ring_flash_attn.bench.profile import parts, run
-from ring_flash_attn.bench.profile.counters import read_counters
-from ring_flash_attn.bench.profile.facts import BANDWIDTH, COMPUTE, NEITHER, Facts, TimedPass
-from ring_flash_attn.bench.profile.findings import find, short, verdicts
+from ring_flash_attn.bench.profile.findings import (
+    BANDWIDTH,
+    COMPUTE,
+    NEITHER,
+    Facts,
+    TimedPass,
+    find,
+    short,
+    verdicts,
+)
+from ring_flash_attn.bench.profile.nsight import read_counters
 from ring_flash_attn.bench.profile.parts import PARTS, prepare_folder
 from ring_flash_attn.bench.profile.subject import Subject, make_subject
 from ring_flash_attn.bench.profile.summary import baseline_lines, comparison_lines, summary
 from ring_flash_attn.bench.profile.trace import (
-    Activity,
-    Overlap,
-    Used,
-    common,
-    length,
+    covered,
     overlap,
     read_trace,
-    union,
 )
+from ring_flash_attn.bench.replays import run as replays_run
 from ring_flash_attn.bench.replays.rank import PersistentPool
 from ring_flash_attn.bench.replays.results import COMPUTE as COMPUTE_LANE
 from ring_flash_attn.bench.replays.results import TRANSFERS, Bar
-from ring_flash_attn.bench.results import REPLAY, Results, Row, load
+from ring_flash_attn.bench.results import BENCH, REPLAY, Results, Row, load
 from ring_flash_attn.bench.workload import BOTH, FORWARD, Placement, Workload
 from ring_flash_attn.cli.profile import profile
 
@@ -66,17 +71,29 @@ def ranks(**changes: Any) -> Subject:
     )
 
 
+def quiet(line: str) -> None:
+    """Says nothing."""
+
+
+def passes_of(subject: Subject) -> dict[str, TimedPass]:
+    """By pass, timed once."""
+    names = [subject.placement.kernel]
+    rows = measure(names, subject.share, CPU, kind=BENCH, repeats=1, grad=subject.grad)
+    return {each.passes: each for each in run._time(subject, rows, None, 1, quiet)[0]}
+
+
 # Subjects.
 
 
 def test_what_a_call_comes_to() -> None:
     subject = make_subject(SMALL, CPU, "auto")
-    assert subject.kernel == "reference"
+    assert subject.placement.kernel == "reference"
     flops = 4 * 4 * (12 * 13 // 2) * 8
-    assert (subject.flops(FORWARD), subject.flops(BOTH)) == (flops, 3.5 * flops)
+    found = passes_of(subject)
+    assert (found[FORWARD].flops, found[BOTH].flops) == (flops, 3.5 * flops)
     q, k, lse = 12 * 4 * 8 * 4, 12 * 2 * 8 * 4, 12 * 4 * 4
-    assert subject.least_bytes(FORWARD) == 2 * q + 2 * k + lse
-    assert subject.least_bytes(BOTH) == 2 * q + 2 * k + lse + 4 * q + 4 * k + lse
+    assert found[FORWARD].bytes == 2 * q + 2 * k + lse
+    assert found[BOTH].bytes == 2 * q + 2 * k + lse + 4 * q + 4 * k + lse
 
 
 def test_what_a_rank_comes_to() -> None:
@@ -84,11 +101,19 @@ def test_what_a_rank_comes_to() -> None:
     subject = ranks()
     assert subject.rank == 2
     pairs = 12 * 13 // 2 + 2 * 12 * 12
-    assert subject.flops(FORWARD) == 4 * 4 * pairs * 8
+    found, alone = (
+        passes_of(each)[FORWARD] for each in (subject, make_subject(SMALL, CPU, "auto"))
+    )
+    assert found.flops == 4 * 4 * pairs * 8
     received = 2 * (2 * 12 * 2 * 8 * 4)  # k and v of two ranks
-    alone = make_subject(SMALL, CPU, "reference")
-    assert subject.least_bytes(FORWARD) - alone.least_bytes(FORWARD) == received
-    assert ranks(rank=0).flops(FORWARD) == alone.flops(FORWARD)
+    assert found.bytes - alone.bytes == received
+    assert passes_of(ranks(rank=0))[FORWARD].flops == alone.flops
+
+
+def test_one_that_fails_says_why() -> None:
+    row = Row(BENCH, "triton", BOTH, {}, failed="out of memory: 3 GiB")
+    with pytest.raises(RuntimeError, match="triton, both: out of memory: 3 GiB"):
+        TimedPass(row, 1.0, None)
 
 
 @pytest.mark.parametrize("subject", [make_subject(SMALL, CPU, "auto", grad=False), ranks()])
@@ -130,12 +155,19 @@ def test_wrong_subjects_are_refused(changes: dict[str, Any], words: str) -> None
 )
 def test_the_roofline(ms: float, flops: float, size: float, bound: str, least: float) -> None:
     """Against 10 TFLOP/s and 100 GB/s: the limits meet at 100 FLOP for a byte."""
-    roof = TimedPass(BOTH, (ms,), 0.0, flops, size, Peak(10.0, 100.0))
+    roof = timed_pass(BOTH, ms, 0.0, flops, size, Peak(10.0, 100.0))
     assert roof.ridge == 100
     assert roof.tflops == pytest.approx(flops / 1e9)
     assert roof.gbps == pytest.approx(size / 1e6)
     assert roof.least_ms == pytest.approx(least)
     assert roof.bound == bound
+
+
+OVERLAP = {"compute": 7.0, "transfers": 4.0, "both": 3.0, "span": 8.0, "hidden_share": 0.75}
+
+
+def used(name: str, calls: int, ms: float) -> dict[str, Any]:
+    return {"name": name, "calls": calls, "ms": ms}
 
 
 def event(category: str, name: str, start: float, duration: float, **more: Any) -> dict[str, Any]:
@@ -159,17 +191,16 @@ def test_a_trace_of_a_gpu(tmp_path: Path) -> None:
         event("gpu_user_annotation", "step 0", 1000, 900),
     )
     found = read_trace(trace, 2)
-    assert found.on_device
-    assert [(used.name, used.calls) for used in found.kernels] == [
+    assert found["on_device"]
+    assert [(used["name"], used["calls"]) for used in found["kernels"]] == [
         ("attend", 2),
         ("Memcpy DtoD", 1),
     ]
-    assert [used.ms for used in found.kernels] == pytest.approx([0.8, 0.2])
-    assert found.ranges == (Used("step 0", 1, 0.7),)
-    assert found.busy_ms == pytest.approx(0.9)
-    assert found.span_ms == pytest.approx(1.0)
-    assert found.idle_share == pytest.approx(0.1)
-    assert found.streams == {"7": pytest.approx(0.8), "9": pytest.approx(0.2)}
+    assert [used["ms"] for used in found["kernels"]] == pytest.approx([0.8, 0.2])
+    assert found["ranges"] == [used("step 0", 1, 0.7)]
+    assert found["busy_ms"] == pytest.approx(0.9)
+    assert found["span_ms"] == pytest.approx(1.0)
+    assert found["streams"] == {"7": pytest.approx(0.8), "9": pytest.approx(0.2)}
 
 
 def test_a_trace_of_a_host_counts_what_operators_call_once(tmp_path: Path) -> None:
@@ -182,10 +213,10 @@ def test_a_trace_of_a_host_counts_what_operators_call_once(tmp_path: Path) -> No
         event("cpu_op", "inner", 900, 400, tid=2),
     )
     found = read_trace(trace, 1)
-    assert not found.on_device
-    times = {used.name: (used.calls, pytest.approx(used.ms)) for used in found.kernels}
+    assert not found["on_device"]
+    times = {used["name"]: (used["calls"], pytest.approx(used["ms"])) for used in found["kernels"]}
     assert times == {"outer": (1, 0.6), "inner": (3, 0.7), "leaf": (1, 0.1)}
-    assert found.busy_ms == pytest.approx(1.3)
+    assert found["busy_ms"] == pytest.approx(1.3)
 
 
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
@@ -194,9 +225,9 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
 
 
 def test_intervals() -> None:
-    assert union([(4, 5), (0, 2), (1, 3), (3, 3.5)]) == [(0, 3.5), (4, 5)]
-    assert length([(0, 3.5), (4, 5)]) == 4.5
-    assert common([(0, 3), (4, 6)], [(2, 5), (8, 9)]) == 2
+    times = [(4, 5), (0, 2), (1, 3), (3, 3.5), (0.5, 1)]
+    assert covered(Bar(COMPUTE_LANE, "forward", "0", *each) for each in times) == 4.5
+    assert covered([]) == 0
 
 
 def test_overlap_of_a_timeline() -> None:
@@ -206,30 +237,51 @@ def test_overlap_of_a_timeline() -> None:
         Bar(COMPUTE_LANE, "backward", "1", 5.0, 8.0),
     )
     found = overlap(bars)
-    assert found == Overlap(7.0, 4.0, 3.0, 8.0)
-    assert found.hidden_share == 0.75
+    assert found == OVERLAP
 
 
 # Findings.
 
 
+def timed_pass(
+    passes: str,
+    ms: float,
+    host: float,
+    flops: float,
+    size: float,
+    peak: Peak | None,
+    memory: int | None = None,
+    exposed: float | None = None,
+) -> TimedPass:
+    values = {"host_ms": host} | ({} if exposed is None else {"exposed_ms": exposed})
+    row = Row(BENCH, "triton", passes, {}, {}, (ms,), flops / ms / 1e9, memory, values)
+    return TimedPass(row, size, peak)
+
+
 def timed(ms: float, host: float, **more: Any) -> TimedPass:
     rest = (more.pop("memory", 1 << 20), more.pop("exposed", None))
-    return TimedPass(BOTH, (ms,), host, 6e9 * ms, 1e6, Peak(10.0, 100.0, SMALL.dtype), *rest)
+    return timed_pass(BOTH, ms, host, 6e9 * ms, 1e6, Peak(10.0, 100.0, SMALL.dtype), *rest)
 
 
 def facts(**changes: Any) -> Facts:
     """Of a GPU that was never there."""
-    kernels = (Used("attend", 6, 6.0), Used("Memcpy DtoD", 3, 2.0))
+    kernels = [used("attend", 6, 6.0), used("Memcpy DtoD", 3, 2.0)]
     given: dict[str, Any] = {
         "subject": ON_GPU,
         "machine": {"device": "a GPU"},
         "repeats": 5,
         "timed": (timed(1.0, 0.5),),
-        "activity": Activity(True, 3, kernels, (), 8.0, 16.0, {"7": 8.0}),
+        "activity": {
+            "on_device": True,
+            "runs": 3,
+            "kernels": kernels,
+            "ranges": [],
+            "busy_ms": 8.0,
+            "span_ms": 16.0,
+            "streams": {"7": 8.0},
+        },
         "overlap": None,
-        "baseline": (),
-        "comparison": (),
+        "rows": (),
         "counters": (),
         "missing": {parts.NSYS: "nsys is not installed"},
     }
@@ -256,7 +308,7 @@ def test_findings_about_the_link() -> None:
     rank = replace(ON_GPU, placement=Placement(2, kernel="triton"))
     assert "Communication was removed" in said(facts(subject=rank))
     linked = replace(rank, placement=replace(rank.placement, link=LINKS["ib400"]))
-    changes = {"subject": linked, "overlap": Overlap(7.0, 4.0, 3.0, 8.0)}
+    changes = {"subject": linked, "overlap": OVERLAP}
     text = said(facts(**changes, timed=(timed(1.0, 0.5, exposed=0.25, memory=None),)))
     assert "Of 4.000 ms of transfers over ib400, 75 % ran beside" in text
     assert "adds 0.250 ms to the time without communication, 25.0 % of all" in text
@@ -270,14 +322,14 @@ def test_findings_about_counters_and_others() -> None:
         for name, ms in (("triton", 1.0), ("SDPA cuDNN", 0.5), ("fa4", 0.8))
     ]
     failed = Row("compare", "xFormers", BOTH, {}, failed="it is not there")
-    of = facts(counters=read_counters(RAW), comparison=(*rows, failed))
+    of = facts(counters=read_counters(RAW), rows=(*rows, failed))
     text = said(of)
     assert "tensor cores 68 % busy, and the SMs 70 %" in text
     assert "uses 35 % of the bandwidth of DRAM" in text
     assert "wait most for: long scoreboard (2.00 warps" in text
     assert "SDPA cuDNN: 0.500 ms; triton takes 1.000 ms, 2.00 times as long" in text
     assert "rfa compare" in text
-    assert "--kernel fa4" in said(replace(of, comparison=(rows[0], rows[2])))
+    assert "--kernel fa4" in said(replace(of, rows=(rows[0], rows[2])))
     whole = summary(of)
     assert "- xFormers: it is not there" in whole
     assert "| SDPA cuDNN | 0.500 | 1 |" in whole
@@ -295,7 +347,7 @@ def test_verdicts_have_the_limits_of_the_documents() -> None:
     half = replace(ON_GPU, workload=replace(SMALL, dtype=torch.float16))
     what = "forward and backward"
     for tflops, word in ((151.0, "good"), (149.0, "fair"), (99.0, "needs work")):
-        roof = TimedPass(BOTH, (1.0,), 0.5, tflops * 1e9, 1e6, Peak(250.0, 100.0), 0)
+        roof = timed_pass(BOTH, 1.0, 0.5, tflops * 1e9, 1e6, Peak(250.0, 100.0), 0)
         found = verdict_of(facts(subject=half, machine=a100, timed=(roof,)))
         assert found[what] == f"{tflops:.4g} TFLOP/s {word}"
         assert found["GPU clock just after the last run"] == "1410 MHz good"
@@ -316,7 +368,7 @@ def test_verdicts_on_the_gpu_and_who_else_uses_it() -> None:
     of = facts(
         timed=(timed(1.0, 1.6),),
         machine={"device": "a GPU", **busy},
-        comparison=rows,
+        rows=rows,
         counters=read_counters(RAW),
     )
     assert verdict_of(of) == {
@@ -473,9 +525,9 @@ def test_wrong_arguments_are_refused(tmp_path: Path, arguments: tuple[str, ...])
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_rank_is_recorded_in_the_passes_that_are_profiled(grad: bool, tmp_path: Path) -> None:
-    rank = replace(ON_A_RANK, grad=grad).one_rank(linked=True)
-    directions = {bar.direction for bar in rank.recorded(grad)}
-    assert directions == ({"forward", "backward"} if grad else {"forward"})
+    timed, bars = run._time(replace(ON_A_RANK, grad=grad), (), None, 1, quiet)
+    assert {each.passes for each in timed} == ({FORWARD, BOTH} if grad else {FORWARD})
+    assert {bar.direction for bar in bars} == ({"forward", "backward"} if grad else {"forward"})
 
 
 def test_memory_is_that_of_a_rank_that_keeps_no_buffers(
@@ -488,12 +540,14 @@ def test_memory_is_that_of_a_rank_that_keeps_no_buffers(
         pools.append(work.__self__.prepared.ranks[0].pool)
         return 7
 
-    monkeypatch.setattr(run, "peak_bytes", size)
+    monkeypatch.setattr(replays_run, "peak_bytes", size)
     subject = replace(ON_A_RANK, placement=replace(TWO_RANKS, link=None))
-    timed = run._time(subject, Peak(1.0, 1.0), 1, lambda line: None)
+    timed, bars = run._time(subject, (), Peak(1.0, 1.0), 1, quiet)
+    assert not bars, "nothing was sent"
     assert [each.peak_bytes for each in timed] == [7, 7]
     assert not any(isinstance(pool, PersistentPool) for pool in pools)
-    assert isinstance(subject.one_rank(linked=False).prepared.ranks[0].pool, PersistentPool)
+    work: Any = subject.work()
+    assert isinstance(work.__self__.prepared.ranks[0].pool, PersistentPool)
 
 
 @pytest.mark.gpu

@@ -13,17 +13,11 @@ import pytest
 import torch
 from nsight import DETAILS, RAW
 
-from ring_flash_attn.bench.profile import child, nsight
-from ring_flash_attn.bench.profile.counters import read_counters, sections_text
-from ring_flash_attn.bench.profile.nsight import (
-    child_command,
-    ncu_command,
-    ncu_table_command,
-    nsys_command,
-    nsys_stats_command,
-)
+from ring_flash_attn.bench.profile import nsight
+from ring_flash_attn.bench.profile.nsight import child_command, read_counters, sections_text
 from ring_flash_attn.bench.profile.subject import Subject, make_subject
-from ring_flash_attn.bench.workload import BOTH, Placement, Workload
+from ring_flash_attn.bench.timing import WARM_UP
+from ring_flash_attn.bench.workload import Placement, Workload
 
 CPU = torch.device("cpu")
 SMALL = Workload(1, 12, 4, 2, 8, True, (-1, -1), torch.float32)
@@ -38,17 +32,17 @@ def ranks(**changes: Any) -> Subject:
 
 def test_counters_of_each_kernel() -> None:
     attend, delta = read_counters(RAW)
-    assert (attend.name, attend.launches, attend.ms) == ("attend", 2, 0.4)
-    assert attend.values["sm_percent"] == pytest.approx(70)  # weighted by time
-    assert attend.values["dram_gbps"] == pytest.approx(1750)
-    assert attend.values["tensor_percent"] == pytest.approx((70 * 3 + 60) / 4)
-    assert attend.values["registers"] == 168
-    assert attend.stalls == (
+    assert (attend["name"], attend["launches"], attend["ms"]) == ("attend", 2, 0.4)
+    assert attend["sm_percent"] == pytest.approx(70)  # weighted by time
+    assert attend["dram_gbps"] == pytest.approx(1750)
+    assert attend["tensor_percent"] == pytest.approx((70 * 3 + 60) / 4)
+    assert attend["registers"] == 168
+    assert attend["stalls"] == (
         ("long scoreboard", pytest.approx(2.0)),
         ("barrier", pytest.approx(1.5)),
     )
-    assert delta.values["tensor_percent"] is None
-    assert delta.values["occupancy_percent"] is None
+    assert delta["tensor_percent"] is None
+    assert delta["occupancy_percent"] is None
 
 
 @pytest.mark.parametrize(
@@ -69,25 +63,35 @@ def test_sections_as_plain_lines() -> None:
     assert sections_text(DETAILS, ("Roofline",)) == ""
 
 
-def test_commands(tmp_path: Path) -> None:
-    ours = child_command(ON_GPU, 3)
-    assert ours[1:3] == ["-m", "ring_flash_attn.bench.profile.child"]
-    assert Subject.from_dict(json.loads(ours[3])) == ON_GPU
-    assert ours[4] == "3"
-    nsys = nsys_command(tmp_path, ours)
+def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(nsight.shutil, "which", lambda tool: tool)
+
+    def run_tool(command: list[str], report: Path | None = None) -> str:
+        ran.append(command)
+        return RAW if "raw" in command else DETAILS
+
+    monkeypatch.setattr(nsight, "run_tool", run_tool)
+    assert nsight.use_nsys(ON_GPU, tmp_path, lambda line: None) == {}
+    assert nsight.use_ncu(ON_GPU, tmp_path, lambda line: None)[0] == {}
+    nsys, stats, ncu, raw, details = ran
+    for command, runs in ((nsys, "3"), (ncu, "1")):
+        ours = command[-5:]
+        assert ours == child_command(ON_GPU, int(runs))
+        assert ours[1:3] == ["-m", "ring_flash_attn.bench.profile.nsight"]
+        assert Subject.from_dict(json.loads(ours[3])) == ON_GPU
+        assert ours[4] == runs
     assert nsys[:2] == ["nsys", "profile"]
-    assert nsys[-5:] == ours
     assert {"--capture-range=cudaProfilerApi", f"--output={tmp_path}/flash_attn_nsys"} <= set(nsys)
-    assert nsys_stats_command(tmp_path)[-1] == f"{tmp_path}/flash_attn_nsys.nsys-rep"
-    ncu = ncu_command(tmp_path, ours)
+    assert stats[-1] == f"{tmp_path}/flash_attn_nsys.nsys-rep"
     assert ncu[ncu.index("--profile-from-start") + 1] == "off"
     assert ncu[ncu.index("--export") + 1] == f"{tmp_path}/flash_attn_ncu_full"
     assert ncu[ncu.index("--set") + 1] == "full"
     assert "--section" not in ncu
-    assert ncu[-5:] == ours
-    table = ncu_table_command(tmp_path, "raw")
-    assert table[table.index("--import") + 1] == f"{tmp_path}/flash_attn_ncu_full.ncu-rep"
-    assert table[table.index("--page") + 1] == "raw"
+    for table, page in ((raw, "raw"), (details, "details")):
+        assert table[table.index("--import") + 1] == f"{tmp_path}/flash_attn_ncu_full.ncu-rep"
+        assert table[table.index("--page") + 1] == page
+    assert raw[-2:] == ["--print-units", "base"]
 
 
 def fake(folder: Path, name: str, script: str) -> None:
@@ -143,7 +147,7 @@ def test_ncu_leaves_a_report_tables_and_counters(path: Path, tmp_path: Path) -> 
     (path / "details.csv").write_text(DETAILS)
     missing, counters = nsight.use_ncu(ON_GPU, tmp_path, lambda line: None)
     assert missing == {}
-    assert [each.name for each in counters] == ["attend", "delta"]
+    assert [each["name"] for each in counters] == ["attend", "delta"]
     assert "L2 Hit Rate" in (tmp_path / "ncu_memory_metrics.txt").read_text()
     compute = (tmp_path / "ncu_compute_metrics.txt").read_text()
     assert "SM Busy" in compute
@@ -208,6 +212,6 @@ def test_the_process_that_tools_look_at() -> None:
 
 def test_it_runs_as_often_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(Subject, "works", lambda self: {BOTH: lambda: calls.append(1)})
-    child.main([json.dumps(make_subject(SMALL, CPU, "auto").to_dict()), "4"])
-    assert len(calls) == child.WARM_UP + 4
+    monkeypatch.setattr(Subject, "work", lambda self: lambda: calls.append(1))
+    nsight.main([json.dumps(make_subject(SMALL, CPU, "auto").to_dict()), "4"])
+    assert len(calls) == WARM_UP + 4

@@ -21,7 +21,6 @@ from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.report.page import json_for_script, make_page, page_data, styles
 from ring_flash_attn.report.records import (
-    Source,
     placement_words,
     read,
     records,
@@ -56,14 +55,9 @@ def all_scenes() -> list[dict[str, Any]]:
     return found
 
 
-def sources() -> list[Source]:
-    """Of all kinds of results."""
-    return [Source(name, each) for name, each in all_results().items()]
-
-
 def record(row: Row, **machine: Any) -> dict[str, Any]:
     """Of a single row."""
-    (found,) = records([Source("one.json", results(FAST, iter([row]), **machine))])
+    (found,) = records({"one.json": results(FAST, iter([row]), **machine)})
     return found
 
 
@@ -88,7 +82,7 @@ def test_the_command_writes_a_page_with_every_row(tmp_path: Path) -> None:
 
 
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:
-    page = make_page(sources(), "title", "/* plotly */")
+    page = make_page(page_data(all_results()), "title", "/* plotly */")
     own = page.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"(https?:)?//[a-z0-9-]+\.[a-z]", own)
     assert "src=" not in own.replace(json_for_script(EVIL)[1:-1], "")
@@ -108,8 +102,7 @@ def test_the_same_file_counts_once_and_equal_names_keep_their_folder(tmp_path: P
     paths = [tmp_path / "a" / "ring.json", tmp_path / "b" / "ring.json"]
     found = read([*paths, paths[0], tmp_path / "a" / ".." / "a" / "ring.json"])
     assert len(found) == 2
-    assert len({source.name for source in found}) == 2
-    assert [read([path])[0].name for path in paths] == ["ring.json", "ring.json"]
+    assert [list(read([path])) for path in paths] == [["ring.json"], ["ring.json"]]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +179,7 @@ def test_json_in_a_script_holds_no_markup_and_reads_back(text: str) -> None:
 
 def test_names_of_files_and_rows_never_become_markup() -> None:
     evil = replace(all_results()["bench.json"], command=EVIL, commit=EVIL, versions={EVIL: EVIL})
-    page = make_page([Source(EVIL, evil)], EVIL, "/* plotly */")
+    page = make_page(page_data({EVIL: evil}), EVIL, "/* plotly */")
     assert "onerror=" in page
     assert "<img" not in page
     assert page.count("</script>") == 3
@@ -245,7 +238,7 @@ def test_numbers_that_are_words_are_none() -> None:
 
 
 def test_ranks_of_a_case_share_its_number() -> None:
-    found = [each for each in records(sources()) if each["kind"] == "verify"]
+    found = [each for each in records(all_results()) if each["kind"] == "verify"]
     assert len({each["case"] for each in found}) == 4
     assert found[0]["case"] == found[1]["case"] != found[2]["case"]
 
@@ -311,7 +304,7 @@ def test_the_roof_is_memory_for_short_sequences_and_the_peak_for_long_ones() -> 
 
 
 def test_timelines_have_the_bars_of_the_replay() -> None:
-    (found,) = timelines(sources())
+    (found,) = timelines(all_results())
     (replay,) = replayed().details["replays"].values()
     assert len(found["bars"]) == len(replay["timeline"]) > 0
     for got, want in zip(found["bars"], replay["timeline"], strict=True):
@@ -321,7 +314,7 @@ def test_timelines_have_the_bars_of_the_replay() -> None:
     assert " of 3" in found["name"]
     broken = replace(replayed(), details={"replays": {"mine": {"scenario": 1}}})
     with pytest.raises(ValueError, match="replay 'mine' is damaged"):
-        list(timelines([Source("x.json", broken)]))
+        list(timelines({"x.json": broken}))
 
 
 def test_scenes_cover_every_layout_route_and_size(all_scenes: list[dict[str, Any]]) -> None:

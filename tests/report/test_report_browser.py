@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from reports import EVIL, FAST, SLOW, all_results, results, write_all
 
-from ring_flash_attn.report.page import make_page, plotly_script
-from ring_flash_attn.report.records import Source, read, records
+from ring_flash_attn.report.page import make_page, page_data, plotly_script
+from ring_flash_attn.report.records import read, records
 from ring_flash_attn.report.schedules import scenes
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -44,9 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a page of everything, and one of nothing."""
     where: Path = tmp_path_factory.mktemp("report")
     script = plotly_script()
-    everything = make_page(read(write_all(where)), f"Title {EVIL}", script)
+    everything = make_page(page_data(read(write_all(where))), f"Title {EVIL}", script)
     (where / "all.html").write_text(everything, encoding="utf-8")
-    nothing = make_page([Source("none.json", results(FAST, iter(())))], "Nothing", script)
+    nothing = make_page(page_data({"none.json": results(FAST, iter(()))}), "Nothing", script)
     (where / "nothing.html").write_text(nothing, encoding="utf-8")
     return where
 
@@ -135,7 +135,7 @@ def page(shared: Watched) -> Iterator[Watched]:
 
 def rows(keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     """Records that should be left."""
-    found = records([Source(name, each) for name, each in all_results().items()])
+    found = records(all_results())
     return [each for each in found if keep(each)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,111 +13,60 @@ from ...plan.build import make_plan
 from ..implementations import find_implementation
 from ..link import NONE, find_link
 from ..measure import Inputs, make_works
-from ..replays.rank import LibraryRanks, ReplayedRank
+from ..replays.rank import LibraryRanks
 from ..replays.run import check_ranks, check_replay
 from ..timing import Work
-from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, Placement, Workload, call_of, problem_of
+from ..workload import BOTH, FORWARD, Placement, Workload, call_of, problem_of
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled.
+    """What is profiled."""
 
-    Attributes:
-        workload: the call; of all ranks together where there are several.
-        placement: how it is spread; `world_size` is 1 for a call on one device.
-        device: where it runs.
-        rank: the one that is replayed.
-        grad: gradients are computed as well.
-    """
-
-    workload: Workload
-    placement: Placement
+    workload: Workload  # of all ranks together where there are several
+    placement: Placement  # with a world_size of 1 for a call on one device
     device: torch.device
-    rank: int = 0
-    grad: bool = True
+    rank: int = 0  # the one that is replayed
+    grad: bool = True  # gradients are computed as well
 
     def __str__(self) -> str:
-        if self.world_size == 1:
-            return f"one device × {self.kernel}"
-        return f"rank {self.rank} of {self.world_size}, {self.placement}"
+        if not self.replayed:
+            return f"one device × {self.placement.kernel}"
+        return f"rank {self.rank} of {self.placement.world_size}, {self.placement}"
 
     @property
-    def world_size(self) -> int:
-        """1 for a call on one device."""
-        return self.placement.world_size
-
-    @property
-    def kernel(self) -> str:
-        """The one that does it."""
-        return self.placement.kernel
+    def replayed(self) -> bool:
+        """A rank of many rather than a call on one device."""
+        return self.placement.world_size > 1
 
     @property
     def share(self) -> Workload:
         """What one device computes: the call, or a rank's own tokens."""
-        return self.workload.share(self.world_size)
+        return self.workload.share(self.placement.world_size)
 
     @property
     def passes(self) -> tuple[str, ...]:
         """Those that are timed; the last one is profiled."""
         return (FORWARD, BOTH) if self.grad else (FORWARD,)
 
-    def one_rank(self, linked: bool, keep_buffers: bool = True) -> ReplayedRank:
-        """The rank, with its link or with communication removed; see `LibraryRanks.rank`."""
-        link = self.placement.link if linked else None
-        return self._ranks.rank(self.rank, link, keep_buffers)
-
-    @property
-    def _ranks(self) -> LibraryRanks:
-        return LibraryRanks(self.workload, self.placement, self.device)
-
-    def works(self, linked: bool = True, keep_buffers: bool = True) -> dict[str, Work]:
-        """What a user calls, for each of `passes`; for memory, a rank must not keep buffers."""
-        if self.world_size == 1:
-            implementation = find_implementation(self.kernel, self.workload, self.device)
-            attention = implementation.make(self.workload, self.device)
-            found = make_works(attention, Inputs(self.workload, self.device, self.grad))
-        else:
-            rank = self.one_rank(linked, keep_buffers)
-            found = {FORWARD: rank.forward, BOTH: rank.both}
-        return {name: found[name] for name in self.passes}
-
-    # What it comes to.
-
-    @cached_property
-    def _rank_work(self) -> tuple[int, dict[str, int]]:
-        """FLOPs of a rank's forward pass, and bytes that it receives in each of the passes."""
-        ranks = self._ranks
-        _, pairs, (forward, backward) = ranks.describe(self.rank)
-        both = forward.received + backward.received
-        received = {FORWARD: forward.received, BACKWARD: backward.received, BOTH: both}
-        return pairs * ranks.flops_per_pair, received
-
-    def flops(self, passes: str) -> float:
-        """Of one of the passes."""
-        if self.world_size == 1:
-            return self.workload.flops(passes)
-        return FLOPS[passes] * self._rank_work[0]
-
-    def least_bytes(self, passes: str) -> int:
-        """Inputs read once and results written once; of a rank also what it receives, once."""
-        received = 0 if self.world_size == 1 else self._rank_work[1][passes]
-        return self.share.bytes(passes) + received
-
-    # As plain values, for files and for another process.
-
-    def place(self) -> dict[str, Any]:
-        """The placement of the rank, as in rows of results."""
-        return {**self.placement.to_dict(), "rank": self.rank, "link": self.placement.link_name}
+    def work(self) -> Work:
+        """What a user calls: the last of the passes."""
+        call = self.workload, self.device
+        if self.replayed:
+            ranks = LibraryRanks(self.workload, self.placement, self.device)
+            rank = ranks.rank(self.rank, self.placement.link)
+            return rank.both if self.grad else rank.forward
+        attention = find_implementation(self.placement.kernel, *call).make(*call)
+        return make_works(attention, Inputs(*call, self.grad))[self.passes[-1]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        more = {"kernel": self.kernel, "grad": self.grad, "device": str(self.device)}
-        return {"workload": self.workload.to_dict(), **self.place(), **more}
+        """Plain values, for files and for another process."""
+        more = {"link": self.placement.link_name, "kernel": self.placement.kernel}
+        where = {"rank": self.rank, "grad": self.grad, "device": str(self.device)}
+        return {"workload": self.workload.to_dict(), **self.placement.to_dict(), **more, **where}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Subject:
-        """What `to_dict` wrote."""
         known = {name: values[name] for name in Placement.__dataclass_fields__ if name in values}
         placement = Placement(**{**known, "link": find_link(values["link"])})
         workload, device = Workload.from_dict(values["workload"]), torch.device(values["device"])
@@ -139,15 +87,8 @@ def make_subject(
 ) -> Subject:
     """The subject that a user describes, checked before anything runs.
 
-    Args:
-        workload: the call; of several ranks, one rank's own tokens.
-        device, kernel, grad, world_size: as in `Subject`.
-        rank: by default the one with most pairs to compute.
-        layout, route, link: by default zigzag, ring, and none: communication is removed.
-
-    Raises:
-        ValueError: it makes no sense.
-        NotImplementedError: the kernel cannot do it; with every reason.
+    Of several ranks, the workload is one rank's own tokens. By default the rank is the one with
+    most pairs to compute, the layout zigzag, the route ring, and communication is removed.
     """
     check_kernel(kernel)
     found = find_link(link or NONE)
@@ -162,7 +103,7 @@ def make_subject(
     placement = check_replay(workload, placement, device)
     if rank is None:
         problem = problem_of(workload, placement)
-        pairs = [make_plan(placement.route, problem, each).pairs for each in range(world_size)]
-        rank = max(range(world_size), key=lambda each: (pairs[each], each))  # the last merges most
+        plans = (make_plan(placement.route, problem, each) for each in range(world_size))
+        rank = max(plans, key=lambda plan: (plan.pairs, plan.rank)).rank  # the last merges most
     (rank,) = check_ranks([rank], world_size)
     return Subject(workload, placement, device, rank, grad)

@@ -2,81 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..machine import POOR, versions
 from ..results import ON_CPU, Results, cell, least, mib, run_times, speed_up
-from .counters import METRICS, Counters
-from .facts import Facts, TimedPass
-from .findings import find, passes_name, short, verdicts
+from .findings import Facts, TimedPass, find, passes_name, short, verdicts
+from .nsight import METRICS
 from .parts import PARTS
-from .trace import Used
+from .trace import Values
 
-_KERNELS, _RANGES, _STALLS = 12, 12, 3
+_KERNELS, _STALLS = 12, 3  # shown
 _NONE = "–"
 _WIDTHS = (28, 14, 14, 14)  # of columns of plain lines
+_NOTES = """
+## How it was measured
+
+- Times: without any profiler, behind work that lasts while they are queued (GPU).
+- Trace, memory and counters: runs of their own, which profilers slow down.
+- The ranges of the trace are named by this library; RFA_NVTX=1 turns them on anywhere."""
+
+
+def _percent(share: float | None) -> str:
+    return cell(None if share is None else 100 * share, ".1f", _NONE)
+
+
+_PASS: dict[str, Callable[[TimedPass], str]] = {  # columns of a pass
+    "pass": lambda timed: passes_name(timed.passes),
+    "ms": lambda timed: f"{timed.ms:.3f}",
+    "host ms": lambda timed: f"{timed.host_ms:.3f}",
+    "TFLOP/s": lambda timed: f"{timed.tflops:.4g}",
+    "% of matmul": lambda timed: _percent(timed.compute_share),
+    "GB/s": lambda timed: f"{timed.gbps:.4g}",
+    "% of copy": lambda timed: _percent(timed.bandwidth_share),
+    "FLOP/byte": lambda timed: f"{timed.intensity:.0f}",
+    "bound by": lambda timed: timed.bound or _NONE,
+    "least ms": lambda timed: cell(timed.least_ms, missing=_NONE),
+    "exposed ms": lambda timed: cell(timed.exposed_ms, missing=_NONE),
+    "MiB": lambda timed: mib(timed.peak_bytes, _NONE),
+}
 
 
 def summary(facts: Facts) -> str:
-    """The whole text."""
-    opening = (_head, _findings, _verdicts, _passes, _kernels)
-    sections = (*opening, _overlap, _counters, _comparison, _files, _notes)
+    sections = (_opening, _passes, _kernels, _overlap, _counters, _comparison, _files)
     return "\n".join(line for section in sections for line in section(facts)) + "\n"
 
 
-def _head(facts: Facts) -> Iterator[str]:
-    subject = facts.subject
-    yield f"# Profile of {subject}"
+def _table(
+    head: Iterable[str], rows: Iterable[Sequence[str]], cells: str = "---:"
+) -> Iterator[str]:
+    titles = list(head)
     yield ""
-    tokens = "" if subject.world_size == 1 else " for each rank"
+    yield f"| {' | '.join(titles)} |"
+    yield f"|{'|'.join(['---'] + [cells] * (len(titles) - 1))}|"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+def _opening(facts: Facts) -> Iterator[str]:
+    subject = facts.subject
+    yield from (f"# Profile of {subject}", "")
+    tokens = " for each rank" if subject.replayed else ""
     yield f"{subject.share}{tokens}, on {facts.machine['device']}. Start here."
-    if subject.world_size > 1:
+    if subject.replayed:
         link = "communication is removed"
         if subject.placement.link is not None:
             link = f"link {subject.placement.link_name}"
         yield f"A replay: no other rank was there, what it receives is random data, {link}."
     if facts.on_cpu:
         yield ON_CPU
-
-
-def _findings(facts: Facts) -> Iterator[str]:
     yield from ("", "## What is slow, and why", "")
-    for number, finding in enumerate(find(facts), 1):
-        yield f"{number}. {finding}"
-
-
-def _table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], cells: str = "---:"
-) -> Iterator[str]:
-    yield ""
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'|'.join(['---'] + [cells] * (len(head) - 1))}|"
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
-
-
-def _verdicts(facts: Facts) -> Iterator[str]:
-    found = list(verdicts(facts))
-    if not found:
-        return
-    yield from ("", "## Verdicts")
-    rows = ([each.what, each.value, each.limits, each.word] for each in found)
-    yield from _table(("what", "measured", "limits", "verdict"), rows, "---")
-    needed = [each for each in found if each.word == POOR and each.advice]
-    yield from ("", *(f"- {each.what}: try {each.advice}." for each in needed))
+    yield from (f"{number}. {finding}" for number, finding in enumerate(find(facts), 1))
+    judged = list(verdicts(facts))
+    if judged:
+        yield from ("", "## Verdicts")
+        rows = ([each.what, each.value, each.limits, each.word] for each in judged)
+        yield from _table(("what", "measured", "limits", "verdict"), rows, "---")
+        needed = [each for each in judged if each.word == POOR and each.advice]
+        yield from ("", *(f"- {each.what}: try {each.advice}." for each in needed))
 
 
 def _passes(facts: Facts) -> Iterator[str]:
     yield from ("", "## Passes and the roofline")
-    head = ("pass", "ms", "host ms", "TFLOP/s", "% of matmul", "GB/s", "% of copy")
-    more = ("FLOP/byte", "bound by", "least ms", "exposed ms", "MiB")
-    yield from _table((*head, *more), map(_pass, facts.timed))
+    yield from _table(_PASS, ([show(timed) for show in _PASS.values()] for timed in facts.timed))
     yield ""
-    peak, ridge = facts.main.peak, facts.main.ridge
-    if peak is not None and ridge is not None:
+    peak = facts.main.peak
+    if peak is not None:
         yield (
             f"Measured peaks: {peak.tflops:.4g} TFLOP/s (product of large matrices), "
-            f"{peak.gbps:.4g} GB/s (copy, bytes read and written). Above {ridge:.0f} "
+            f"{peak.gbps:.4g} GB/s (copy, bytes read and written). Above {facts.main.ridge:.0f} "
             "FLOP/byte arithmetic is the limit, below it memory; least ms is what the nearer "
             "limit allows."
         )
@@ -86,97 +99,65 @@ def _passes(facts: Facts) -> Iterator[str]:
     )
 
 
-def _pass(timed: TimedPass) -> list[str]:
-    return [
-        passes_name(timed.passes),
-        f"{timed.ms:.3f}",
-        f"{timed.host_ms:.3f}",
-        f"{timed.tflops:.4g}",
-        _percent(timed.compute_share),
-        f"{timed.gbps:.4g}",
-        _percent(timed.bandwidth_share),
-        f"{timed.intensity:.0f}",
-        timed.bound or _NONE,
-        cell(timed.least_ms, missing=_NONE),
-        cell(timed.exposed_ms, missing=_NONE),
-        mib(timed.peak_bytes, _NONE),
-    ]
-
-
-def _percent(share: float | None) -> str:
-    return cell(None if share is None else 100 * share, ".1f", _NONE)
-
-
 def _kernels(facts: Facts) -> Iterator[str]:
-    activity, runs = facts.activity, facts.activity.runs
-    what = "kernel" if activity.on_device else "operator"
+    activity, what, runs = facts.activity, facts.kernel_word, facts.activity["runs"]
+    total = sum(each["ms"] for each in activity["kernels"])
 
-    def rows(used: Sequence[Used], most: int) -> Iterator[list[str]]:
-        for each in used[:most]:
-            share = 100 * each.ms / activity.kernels_ms
-            name, calls = f"`{short(each.name)}`", f"{each.calls / runs:g}"
-            yield [name, calls, f"{each.ms / runs:.3f}", f"{share:.1f}"]
+    def rows(used: Sequence[Values]) -> Iterator[list[str]]:
+        for each in used[:_KERNELS]:
+            calls, ms = each["calls"] / runs, each["ms"]
+            name, share = f"`{short(each['name'])}`", 100 * ms / total
+            yield [name, f"{calls:g}", f"{ms / runs:.3f}", f"{share:.1f}"]
 
     yield from ("", f"## {what.capitalize()}s", "")
-    busy = ", ".join(f"{name}: {ms:.3f} ms" for name, ms in activity.streams.items())
+    busy = ", ".join(f"{name}: {ms:.3f} ms" for name, ms in activity["streams"].items())
     yield (
         f"Of {passes_name(facts.main.passes)}, {runs} runs in a row under torch.profiler: busy "
-        f"{activity.busy_ms:.3f} of {activity.span_ms:.3f} ms"
-        + (f"; streams {busy}." if activity.on_device else ". Without what they call themselves.")
+        f"{activity['busy_ms']:.3f} of {activity['span_ms']:.3f} ms"
+        + (f"; streams {busy}." if busy else ". Without what they call themselves.")
     )
-    yield from _table((what, "calls a run", "ms a run", "%"), rows(activity.kernels, _KERNELS))
-    if activity.ranges:
+    yield from _table((what, "calls a run", "ms a run", "%"), rows(activity["kernels"]))
+    if activity["ranges"]:
         yield from ("", "Ranges of this library, host time with all that is inside:")
-        named = ([r[0], r[1], r[2]] for r in rows(activity.ranges, _RANGES))
+        named = (row[:3] for row in rows(activity["ranges"]))
         yield from _table(("range", "calls a run", "ms a run"), named)
 
 
 def _overlap(facts: Facts) -> Iterator[str]:
-    overlap = facts.overlap
-    if overlap is None:
-        return
-    yield from ("", "## Communication and compute", "", "One run, forward and backward.")
-    head = ("compute ms", "transfers ms", "at the same time", "hidden %", "from start to end")
-    values = (overlap.compute, overlap.transfers, overlap.both)
-    cells = [*(f"{each:.3f}" for each in values), f"{100 * overlap.hidden_share:.1f}"]
-    yield from _table(head, [[*cells, f"{overlap.span:.3f}"]])
+    found = facts.overlap
+    if found is not None:
+        yield from ("", "## Communication and compute", "", "One run, forward and backward.")
+        head = ("compute ms", "transfers ms", "at the same time", "hidden %", "from start to end")
+        times = [f"{found[name]:.3f}" for name in ("compute", "transfers", "both", "span")]
+        yield from _table(head, [[*times[:3], _percent(found["hidden_share"]), times[3]]])
 
 
 def _counters(facts: Facts) -> Iterator[str]:
     if not facts.counters:
         return
     yield from ("", "## Hardware counters (Nsight Compute)")
-    head = (
-        "kernel",
-        "launches",
-        "ms",
-        *(title for title, *_ in METRICS.values()),
-        "waits most for",
-    )
-    yield from _table(head, map(_counter, facts.counters[:_KERNELS]))
-
-
-def _counter(each: Counters) -> list[str]:
-    values = (cell(each.values[name], ".4g", _NONE) for name in METRICS)
-    stalls = ", ".join(f"{reason} {warps:.2f}" for reason, warps in each.stalls[:_STALLS])
-    return [f"`{short(each.name)}`", str(each.launches), f"{each.ms:.3f}", *values, stalls or _NONE]
+    titles = (title for title, *_ in METRICS.values())
+    rows = []
+    for each in facts.counters[:_KERNELS]:
+        values = (cell(each[name], ".4g", _NONE) for name in METRICS)
+        stalls = ", ".join(f"{reason} {warps:.2f}" for reason, warps in each["stalls"][:_STALLS])
+        first = f"`{short(each['name'])}`", str(each["launches"]), f"{each['ms']:.3f}"
+        rows.append([*first, *values, stalls or _NONE])
+    yield from _table(("kernel", "launches", "ms", *titles, "waits most for"), rows)
 
 
 def _comparison(facts: Facts) -> Iterator[str]:
     yield from ("", "## Other implementations, on one device")
-    if facts.subject.world_size > 1:
+    if facts.subject.replayed:
         yield from ("", "A rank's own tokens alone, without the others' keys.")
-    rows = [row for row in facts.comparison if row.passes == facts.main.passes]
-    able = sorted((row for row in rows if row.ms is not None), key=lambda row: row.ms or 0.0)
     cells = (
         [row.implementation, f"{row.ms:.3f}", f"{row.tflops:.4g}", mib(row.peak_bytes, _NONE)]
-        for row in able
+        for row in sorted(facts.compared, key=lambda row: row.ms or 0.0)
+        if row.ms is not None
     )
     yield from _table(("implementation", "ms", "TFLOP/s", "MiB"), cells)
-    yield ""
-    for row in rows:
-        if row.failed is not None:
-            yield f"- {row.implementation}: {row.failed}"
+    failed = (row for row in facts.compared if row.failed is not None)
+    yield from ("", *(f"- {row.implementation}: {row.failed}" for row in failed))
 
 
 def _files(facts: Facts) -> Iterator[str]:
@@ -185,63 +166,46 @@ def _files(facts: Facts) -> Iterator[str]:
     yield from _table(("file", "what is in it", "how to open it"), rows, "---")
     if facts.missing:
         yield from ("", "## What is missing", "")
-        for name, why in facts.missing.items():
-            yield f"- `{name}` ({PARTS[name][0]}): {why}."
-
-
-def _notes(facts: Facts) -> Iterator[str]:
-    yield from ("", "## How it was measured", "")
-    yield "- Times: without any profiler, behind work that lasts while they are queued (GPU)."
-    yield "- Trace, memory and counters: runs of their own, which profilers slow down."
-    yield "- The ranges of the trace are named by this library; RFA_NVTX=1 turns them on anywhere."
+        yield from (f"- `{name}` ({PARTS[name][0]}): {why}." for name, why in facts.missing.items())
+    yield _NOTES
     yield f"- Versions: {', '.join(map(' '.join, versions().items()))}."
 
 
-# Plain lines: one kernel alone, and all implementations.
-
-
 def baseline_lines(results: Results) -> Iterator[str]:
-    """Times, rates and memory of each pass."""
-    yield f"{results.rows[0].implementation} on {results.machine['device']}"
+    """Plain lines for one kernel: times, rates and memory of each pass."""
+    yield f"{results.rows[0].implementation} on {results.device}"
     for row in results.rows:
         yield from ("", f"{row.passes.capitalize()}:")
         if row.ms is None or row.tflops is None:
             yield f"  failed: {row.failed}"
             continue
         times, work = run_times(row), row.tflops * row.ms
-        for name, ms in times.items():
-            yield f"  {f'Time ({name}):':<20}{ms:.3f} ms"
+        values = {f"Time ({name})": f"{ms:.3f} ms" for name, ms in times.items()}
         for name, ms in (("peak", times["min"]), ("avg", times["avg"])):
-            yield f"  {f'TFLOP/s ({name}):':<20}{work / ms:.4g} TFLOP/s"
-        yield f"  {'Memory (MiB):':<20}{mib(row.peak_bytes)}"
+            values[f"TFLOP/s ({name})"] = f"{work / ms:.4g} TFLOP/s"
+        values["Memory (MiB)"] = mib(row.peak_bytes)
+        yield from (f"  {f'{name}:':<20}{value}" for name, value in values.items())
 
 
 def comparison_lines(results: Results, base: str) -> Iterator[str]:
     """Of each pass a table; speed-ups are against the implementation `base`."""
-    yield f"On {results.machine['device']}; speed-up against {base}"
+    yield f"On {results.device}; speed-up against {base}"
     for passes in dict.fromkeys(row.passes for row in results.rows):
-        rows = [row for row in results.rows if row.passes == passes]
-        yield from (
-            "",
-            f"{passes.capitalize()}:",
-            _line("Implementation", "Time (ms)", "Memory (MiB)", "Speed-up"),
-        )
-        yield "-" * sum(_WIDTHS)
-        own = next((row.ms for row in rows if row.implementation == base), None)
-        ran = [row for row in rows if row.ms is not None]
+        ran = [row for row in results.rows if row.passes == passes and row.ms is not None]
+        own = next((row.ms for row in ran if row.implementation == base), None)
+        table = [("Implementation", "Time (ms)", "Memory (MiB)", "Speed-up")]
         for row in ran:
             cells = (f"{row.ms:.3f}", mib(row.peak_bytes), speed_up(row, own))
-            yield _line(row.implementation, *cells)
+            table.append((row.implementation, *cells))
+        head, *lines = (
+            name.ljust(_WIDTHS[0]) + "".join(map(str.rjust, cells, _WIDTHS[1:]))
+            for name, *cells in table
+        )
+        yield from ("", f"{passes.capitalize()}:", head, "-" * sum(_WIDTHS), *lines)
         for what, name in (("Fastest", "ms"), ("Lowest memory", "peak_bytes")):
             best = least(ran, name)
             if best is not None:
                 yield f"{what}: {best.implementation}"
     missing = {row.implementation: row.failed for row in results.rows if row.failed is not None}
     if missing:
-        yield ""
-        yield from (f"{name}: {why}" for name, why in missing.items())
-
-
-def _line(name: str, *cells: str) -> str:
-    first, *others = _WIDTHS
-    return name.ljust(first) + "".join(c.rjust(w) for c, w in zip(cells, others, strict=True))
+        yield from ("", *(f"{name}: {why}" for name, why in missing.items()))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -18,180 +20,38 @@ from ..timing import WARM_UP, Work, synchronize
 
 RUNS = 3  # in a trace
 _EVENTS = 100_000  # of the memory that are recorded
-_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of a trace
-_OPERATOR, _RANGE = "cpu_op", "user_annotation"
-Interval = tuple[float, float]
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
+Values = Mapping[str, Any]  # plain ones, by name
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
-    """Time under one name, in all runs together."""
+class Event(NamedTuple):
+    """Of a trace, in ms; its lane is a stream of the device or a thread of the host."""
 
     name: str
-    calls: int
     ms: float
+    start: float
+    end: float
+    lane: str
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """One trace, of several runs in a row.
-
-    Attributes:
-        on_device: whether kernels of a GPU were seen; else these are operators of the host.
-        runs: how many.
-        kernels: by time, longest first; on the host without what they call.
-        ranges: of this library, host time, longest first.
-        busy_ms: something ran.
-        span_ms: from the first beginning to the last end.
-        streams: how long each was busy.
-    """
-
-    on_device: bool
-    runs: int
-    kernels: tuple[Used, ...]
-    ranges: tuple[Used, ...]
-    busy_ms: float
-    span_ms: float
-    streams: Mapping[str, float]
-
-    @property
-    def kernels_ms(self) -> float:
-        """Of all kernels, added up."""
-        return sum(each.ms for each in self.kernels)
-
-    @property
-    def idle_share(self) -> float:
-        """Part of the time in which nothing ran."""
-        return 1 - self.busy_ms / self.span_ms if self.span_ms else 0.0
-
-
-def read_trace(path: Path, runs: int) -> Activity:
-    """What a file of `export_chrome_trace` says; ValueError if nothing ran."""
-    values = json.loads(path.read_text(encoding="utf-8"))
-    events = [event for event in values["traceEvents"] if event.get("ph") == "X"]
-    device = [event for event in events if event.get("cat") in _ON_DEVICE]
-    operators = [event for event in events if event.get("cat") == _OPERATOR]
-    ran = device or operators
-    if not ran:
-        raise ValueError("the trace holds no kernel and no operator")
-    times = [_interval(event) for event in ran]
-    streams: dict[str, list[Interval]] = defaultdict(list)
-    for event in device:
-        streams[str(event.get("args", {}).get("stream", "?"))].append(_interval(event))
-    alone = [(event["name"], float(event["dur"]) / 1e3) for event in device]
-    return Activity(
-        bool(device),
-        runs,
-        _sums(alone or _self_times(operators)),
-        _sums((e["name"], float(e["dur"]) / 1e3) for e in events if e.get("cat") == _RANGE),
-        length(union(times)),
-        max(end for _, end in times) - min(start for start, _ in times),
-        {name: length(union(each)) for name, each in sorted(streams.items())},
-    )
-
-
-def _interval(event: Mapping[str, Any]) -> Interval:
-    """In ms; a trace has µs."""
-    start = float(event["ts"]) / 1e3
-    return start, start + float(event["dur"]) / 1e3
-
-
-def _sums(times: Iterable[tuple[str, float]]) -> tuple[Used, ...]:
-    found: dict[str, list[float]] = defaultdict(list)
-    for name, ms in times:
-        found[name].append(ms)
-    used = [Used(name, len(each), sum(each)) for name, each in found.items()]
-    return tuple(sorted(used, key=lambda each: -each.ms))
-
-
-def _self_times(operators: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Of each operator, less what the operators that it calls take."""
-    threads: dict[object, list[tuple[float, float, str]]] = defaultdict(list)
-    for event in operators:
-        threads[event.get("tid")].append((*_interval(event), event["name"]))
-    found: list[tuple[str, float]] = []
-    for events in threads.values():
-        under_way: list[tuple[float, int]] = []  # (end, place in found)
-        for start, end, name in sorted(events, key=lambda event: (event[0], -event[1])):
-            while under_way and under_way[-1][0] <= start:
-                under_way.pop()
-            if under_way:
-                caller, ms = found[under_way[-1][1]]
-                found[under_way[-1][1]] = caller, ms - (end - start)
-            under_way.append((end, len(found)))
-            found.append((name, end - start))
-    return found
-
-
-# Intervals.
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, without overlaps, in order."""
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """How long they are together."""
-    return sum(end - start for start, end in intervals)
-
-
-def common(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """How long two unions have in common."""
-    return length(first) + length(second) - length(union([*first, *second]))
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """One run of a replayed rank, in ms.
-
-    Attributes:
-        compute: kernels of the steps ran.
-        transfers: something was on its way.
-        both: at the same time.
-        span: from the first beginning to the last end.
-    """
-
-    compute: float
-    transfers: float
-    both: float
-    span: float
-
-    @property
-    def hidden_share(self) -> float:
-        """Part of the transfers during which something was computed."""
-        return self.both / self.transfers if self.transfers else 1.0
-
-
-def overlap(bars: Sequence[Bar]) -> Overlap:
-    """Of a timeline, which is not empty."""
-    compute, transfers = (
-        union((bar.start, bar.end) for bar in bars if bar.lane == lane)
-        for lane in (COMPUTE, TRANSFERS)
-    )
-    span = max(bar.end for bar in bars) - min(bar.start for bar in bars)
-    return Overlap(length(compute), length(transfers), common(compute, transfers), span)
-
-
-# Recording.
-
-
-def record_trace(work: Work, device: torch.device, path: Path) -> Activity:
-    """Write a trace of a few runs, and say what is in it."""
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+def run_under(
+    profiler: AbstractContextManager[object], work: Work, device: torch.device, runs: int
+) -> None:
+    """Run it so often while a profiler records, after runs that compile everything."""
     for _ in range(WARM_UP):
         work()
     synchronize(device)
-    with profile(activities=activities) as recorded, tracing():
-        for _ in range(RUNS):
+    with profiler, tracing():
+        for _ in range(runs):
             work()
         synchronize(device)
+
+
+def record_trace(work: Work, device: torch.device, path: Path) -> Values:
+    """Write a trace of a few runs, and say what is in it."""
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+    recorded = profile(activities=activities)
+    run_under(recorded, work, device, RUNS)
     recorded.export_chrome_trace(str(path))
     return read_trace(path, RUNS)
 
@@ -207,3 +67,81 @@ def record_memory(work: Work, device: torch.device, path: Path) -> None:
         torch.cuda.memory._dump_snapshot(str(path))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def read_trace(path: Path, runs: int) -> Values:
+    """What a file of `export_chrome_trace` says of so many runs; ValueError if nothing ran.
+
+    Kernels of the GPU, or operators of the host without what they call, and ranges of this library
+    in host time, longest first; how long something ran, and from the first beginning to the last
+    end.
+    """
+    events: dict[str, list[Event]] = defaultdict(list)  # by category
+    for each in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+        if each.get("ph") == "X":
+            start, ms = float(each["ts"]) / 1e3, float(each["dur"]) / 1e3  # a trace has µs
+            lane = str(each.get("args", {}).get("stream", each.get("tid")))
+            events[each.get("cat", "")].append(Event(each["name"], ms, start, start + ms, lane))
+    device = [event for category in _ON_DEVICE for event in events[category]]
+    ran = device or events["cpu_op"]
+    if not ran:
+        raise ValueError("the trace holds no kernel and no operator")
+    lanes: dict[str, list[Event]] = defaultdict(list)  # streams, or threads
+    for event in sorted(ran, key=lambda event: (event.start, -event.end)):
+        lanes[event.lane].append(event)
+    return {
+        "on_device": bool(device),
+        "runs": runs,
+        "kernels": _sums(device or chain.from_iterable(map(_without_calls, lanes.values()))),
+        "ranges": _sums(events["user_annotation"]),
+        "busy_ms": covered(ran),
+        "span_ms": spanned(ran),
+        "streams": {lane: covered(each) for lane, each in sorted(lanes.items()) if device},
+    }
+
+
+def _sums(events: Iterable[Event]) -> list[Values]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        found[event.name].append(event.ms)
+    used = [{"name": name, "calls": len(ms), "ms": sum(ms)} for name, ms in found.items()]
+    return sorted(used, key=lambda each: -each["ms"])
+
+
+def _without_calls(thread: Iterable[Event]) -> list[Event]:
+    """Operators of a thread in order, each less what the operators that it calls take."""
+    found: list[Event] = []
+    under_way: list[int] = []  # places in found
+    for event in thread:
+        while under_way and found[under_way[-1]].end <= event.start:
+            under_way.pop()
+        if under_way:
+            caller = found[under_way[-1]]
+            found[under_way[-1]] = caller._replace(ms=caller.ms - event.ms)
+        under_way.append(len(found))
+        found.append(event)
+    return found
+
+
+def covered(events: Iterable[Event | Bar]) -> float:
+    """How long at least one of them lasts."""
+    total, until = 0.0, -math.inf
+    for event in sorted(events, key=lambda event: event.start):
+        total += max(0.0, event.end - max(event.start, until))
+        until = max(until, event.end)
+    return total
+
+
+def spanned(events: Sequence[Event | Bar]) -> float:
+    """From the first beginning to the last end."""
+    return max(event.end for event in events) - min(event.start for event in events)
+
+
+def overlap(bars: Sequence[Bar]) -> Values:
+    """Of a timeline, in ms: kernels of the steps ran, something was on its way, both at once."""
+    compute, transfers = (
+        covered(bar for bar in bars if bar.lane == lane) for lane in (COMPUTE, TRANSFERS)
+    )
+    both, span = compute + transfers - covered(bars), spanned(bars)
+    found = {"compute": compute, "transfers": transfers, "both": both, "span": span}
+    return {**found, "hidden_share": both / transfers if transfers else 1.0}
