@@ -73,7 +73,7 @@ from .primitives import (
     TILE_COLUMNS,
     Item,
     Scale,
-    Schedule,
+    TileScheduler,
     barrier_of_copy,
     barriers,
     block_entry,
@@ -103,7 +103,7 @@ DQ_FULL = gl.constexpr(8)
 V_EMPTY = gl.constexpr(10)
 
 
-class Traits(NamedTuple):
+class BwdTraits(NamedTuple):
     """What a kernel was compiled for."""
 
     BLOCK_M: Any
@@ -117,7 +117,7 @@ class Traits(NamedTuple):
     OWN: Any = False
 
 
-class Inputs(NamedTuple):
+class BwdInputs(NamedTuple):
     """What the producer loads: TMA descriptors, and how heads go together."""
 
     q: Any
@@ -131,7 +131,7 @@ class Inputs(NamedTuple):
     group: Any
 
 
-class Shared(NamedTuple):
+class BwdShared(NamedTuple):
     """Shared memory and its mbarriers."""
 
     q: Any  # [STAGES, BLOCK_M, D]
@@ -152,7 +152,7 @@ class Shared(NamedTuple):
     dq_empty: Any
 
 
-class Output(NamedTuple):
+class BwdOutput(NamedTuple):
     """Pointers, with strides (batch, row, head)."""
 
     dk: Any
@@ -211,21 +211,21 @@ def load_halves(desc, batch, head, row, full, smem, first):
 
 
 @gluon.jit
-def produce(inputs, schedule, shared, traits: gl.constexpr):
+def produce(inputs, scheduler, shared, traits: gl.constexpr):
     """Take items; load keys and values, and blocks of queries with what is known of them.
 
     Values come behind the first queries, for which there is room sooner.
     """
-    items = schedule.block_count * schedule.pairs
+    items = scheduler.block_count * scheduler.pairs
     STAGES: gl.constexpr = shared.q.shape[0]
     BLOCK_M: gl.constexpr = traits.BLOCK_M
     SHORT_DOCS: gl.constexpr = traits.SHORT_DOCS
     Q_BYTES: gl.constexpr = inputs.q.block_type.nbytes + inputs.lse.block_type.nbytes
     DO_BYTES: gl.constexpr = inputs.dout.block_type.nbytes + inputs.delta.block_type.nbytes
-    n, w, shorts, number = 0, 0, 0, first_item(schedule.counter, items, traits.OWN)
+    n, w, shorts, number = 0, 0, 0, first_item(scheduler.counter, items, traits.OWN)
     while number < items:
-        block, pair = place(number, schedule.pairs, schedule.block_count, schedule.section)
-        own = block_entry(schedule.blocks + block * BLOCK_COLUMNS)
+        block, pair = place(number, scheduler.pairs, scheduler.block_count, scheduler.section)
+        own = block_entry(scheduler.blocks + block * BLOCK_COLUMNS)
         batch, part = pair // inputs.heads, pair % inputs.heads
         head_k = part // inputs.parts
         mbarrier.wait(shared.item_empty.index(w % 2), ((w // 2) & 1) ^ 1)
@@ -240,7 +240,7 @@ def produce(inputs, schedule, shared, traits: gl.constexpr):
         for member in range(inputs.group):
             head = part * inputs.group + member
             for tile in range(own.tile, own.last_tile):
-                queries = span_of(schedule.tiles, tile, own.first, own.rows, 2 * HALF, BLOCK_M)
+                queries = span_of(scheduler.tiles, tile, own.first, own.rows, 2 * HALF, BLOCK_M)
                 for i in range(queries.begin, queries.end, BLOCK_M):
                     at = gl.minimum(i, queries.last)
                     stage, phase = n % STAGES, (n // STAGES) & 1
@@ -269,7 +269,7 @@ def produce(inputs, schedule, shared, traits: gl.constexpr):
         if waiting == 1:
             wait_for_warps(V_EMPTY, (w & 1) ^ 1)
             load_halves(inputs.v, batch, head_k, own.row, v_full, shared.v, 0)
-        number = next_item(schedule.counter, items, traits.OWN)
+        number = next_item(scheduler.counter, items, traits.OWN)
         w += 1
     mbarrier.wait(shared.item_empty.index(w % 2), ((w // 2) & 1) ^ 1)
     write_item(shared.item.index(w % 2), (0,))
@@ -539,14 +539,14 @@ def backward_kernel(
     READERS: gl.constexpr = 4 if DQ else 2
     item_full, item_empty = barriers(2, 1), barriers(2, READERS)
 
-    traits: gl.constexpr = Traits(BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ, OWN)
-    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, heads, parts, group)
-    schedule = Schedule(blocks_ptr, tiles_ptr, counter_ptr, count, section, pairs)
-    shared = Shared(
+    traits: gl.constexpr = BwdTraits(BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ, OWN)
+    inputs = BwdInputs(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, heads, parts, group)
+    scheduler = TileScheduler(blocks_ptr, tiles_ptr, counter_ptr, count, section, pairs)
+    shared = BwdShared(
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, item, item_full,
         item_empty, k_full, v_full, q_full, do_full, dq_empty,
     )
-    output = Output(
+    output = BwdOutput(
         dk_ptr, dv_ptr, d, dv, (dk_batch, dk_row, dk_head), (dv_batch, dv_row, dv_head)
     )
     scores = Scale(scale, softcap)
@@ -555,7 +555,7 @@ def backward_kernel(
             [
                 (consume, (0, output, tiles_ptr, group, shared, scores, traits)),
                 (consume, (1, output, tiles_ptr, group, shared, scores, traits)),
-                (produce, (inputs, schedule, shared, traits)),
+                (produce, (inputs, scheduler, shared, traits)),
                 (add, (0, dq_desc, tiles_ptr, group, shared, BLOCK_M)),
                 (add, (1, dq_desc, tiles_ptr, group, shared, BLOCK_M)),
             ],
@@ -566,7 +566,7 @@ def backward_kernel(
             [
                 (consume, (0, output, tiles_ptr, group, shared, scores, traits)),
                 (consume, (1, output, tiles_ptr, group, shared, scores, traits)),
-                (produce, (inputs, schedule, shared, traits)),
+                (produce, (inputs, scheduler, shared, traits)),
             ],
             [4, 1], [240, 24],
         )

@@ -24,7 +24,7 @@ so hands it to the producer in two pieces.
 
 from typing import Any, NamedTuple
 
-from .backward import HALF, Inputs, Output, Traits, masked, span_of
+from .backward import HALF, BwdInputs, BwdOutput, BwdTraits, masked, span_of
 from .gluon import (
     add_tile,
     fence_async_shared,
@@ -60,7 +60,7 @@ from .primitives import (
 PIECE = gl.constexpr(64)  # columns
 
 
-class Shared(NamedTuple):
+class WideShared(NamedTuple):
     """Shared memory and its mbarriers."""
 
     q: Any  # [STAGES, BLOCK_M, D]
@@ -303,13 +303,13 @@ def backward_wide_kernel(
     dk_ptr += batch64 * dk_batch + part * dk_head + row64 * dk_row
     dv_ptr += batch64 * dv_batch + part * dv_head + row64 * dv_row
     item = Item(own.rows, own.row, batch, part, own.first, own.tile, own.last_tile)
-    traits: gl.constexpr = Traits(BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ)
-    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, heads, parts, group)
-    shared = Shared(
+    traits: gl.constexpr = BwdTraits(BLOCK_M, D, DV, SOFTCAP, SHORT_DOCS, EVEN, FRESH, DQ)
+    inputs = BwdInputs(q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, heads, parts, group)
+    shared = WideShared(
         q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, ds_smem, dq_smem, kv_full, ready,
         q_full, q_empty, do_full, do_empty, dq_full, dq_empty,
     )
-    output = Output(
+    output = BwdOutput(
         dk_ptr, dv_ptr, d, dv, (dk_batch, dk_row, dk_head), (dv_batch, dv_row, dv_head)
     )
     scores = Scale(scale, softcap)

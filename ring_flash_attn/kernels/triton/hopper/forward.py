@@ -75,7 +75,7 @@ from .primitives import (
     TILE_COLUMNS,
     Item,
     Scale,
-    Schedule,
+    TileScheduler,
     barrier_of_copy,
     barriers,
     block_entry,
@@ -100,7 +100,7 @@ V_EMPTY = gl.constexpr(3)
 LIMIT = gl.constexpr(1024.0)  # of sums of powers above a maximum that is not new; fp16 has 65504
 
 
-class Traits(NamedTuple):
+class FwdTraits(NamedTuple):
     """What the kernel was compiled for."""
 
     BLOCK_N: Any
@@ -115,7 +115,7 @@ class Traits(NamedTuple):
     HALVES: Any
 
 
-class Inputs(NamedTuple):
+class FwdInputs(NamedTuple):
     """What the producer loads: TMA descriptors, and how heads go together."""
 
     q: Any
@@ -125,7 +125,7 @@ class Inputs(NamedTuple):
     group: Any
 
 
-class Shared(NamedTuple):
+class FwdShared(NamedTuple):
     """Shared memory and its mbarriers."""
 
     q: Any  # [ITEMS * 2, HALF, D]
@@ -141,7 +141,7 @@ class Shared(NamedTuple):
     v_empty: Any
 
 
-class Output(NamedTuple):
+class FwdOutput(NamedTuple):
     """Pointers, with strides (batch, row, head): the state (out, lse), and the final output."""
 
     out: Any
@@ -220,19 +220,19 @@ def prefetch_state(output, batch, head, row, rows, DV: gl.constexpr):
 
 
 @gluon.jit
-def produce(inputs, schedule, shared, output, traits: gl.constexpr):
+def produce(inputs, scheduler, shared, output, traits: gl.constexpr):
     """Take items; load their queries, then blocks of keys and values."""
-    items = schedule.block_count * schedule.pairs
+    items = scheduler.block_count * scheduler.pairs
     STAGES: gl.constexpr = shared.k.shape[0]
     ITEMS: gl.constexpr = shared.item.shape[0]
     BLOCK_N: gl.constexpr = traits.BLOCK_N
     OWN: gl.constexpr = traits.SINGLE_LAUNCH
     SHORT_DOCS: gl.constexpr = traits.SHORT_DOCS
     NARROW: gl.constexpr = traits.DV <= HALF
-    i, n, shorts, number = 0, 0, 0, first_item(schedule.counter, items, OWN)
+    i, n, shorts, number = 0, 0, 0, first_item(scheduler.counter, items, OWN)
     while number < items:
-        block, pair = place(number, schedule.pairs, schedule.block_count, schedule.section)
-        entry = schedule.blocks + block * BLOCK_COLUMNS
+        block, pair = place(number, scheduler.pairs, scheduler.block_count, scheduler.section)
+        entry = scheduler.blocks + block * BLOCK_COLUMNS
         own = block_entry(entry)
         k_row, keys = span_of(entry + BLOCK_NUMBERS, own.first, own.rows)
         begin, end = keys.begin, keys.end
@@ -275,9 +275,9 @@ def produce(inputs, schedule, shared, output, traits: gl.constexpr):
                 i += 1
             tile += 1
             if tile < own.last_tile:
-                k_row, keys = span_of(schedule.tiles + tile * TILE_COLUMNS, own.first, own.rows)
+                k_row, keys = span_of(scheduler.tiles + tile * TILE_COLUMNS, own.first, own.rows)
                 k_len, begin, end = keys.length, keys.begin, keys.end
-        number = next_item(schedule.counter, items, OWN)
+        number = next_item(scheduler.counter, items, OWN)
         n += 1
     here = n % ITEMS
     mbarrier.wait(shared.item_empty.index(here), ((n // ITEMS) & 1) ^ 1)
@@ -598,16 +598,16 @@ def forward_kernel(
         k_empty, v_empty = k_full, v_full  # warps have theirs
     else:
         k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
-    traits: gl.constexpr = Traits(
+    traits: gl.constexpr = FwdTraits(
         BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, SHORT_DOCS, EVEN, SINGLE_LAUNCH, HALVES
     )
-    inputs = Inputs(q_desc, k_desc, v_desc, nheads, group)
-    schedule = Schedule(blocks_ptr, tiles_ptr, counter_ptr, count, section, pairs)
-    shared = Shared(
+    inputs = FwdInputs(q_desc, k_desc, v_desc, nheads, group)
+    scheduler = TileScheduler(blocks_ptr, tiles_ptr, counter_ptr, count, section, pairs)
+    shared = FwdShared(
         q_smem, k_smem, v_smem, item, item_full, item_empty, q_full, k_full, k_empty, v_full,
         v_empty,
     )
-    output = Output(
+    output = FwdOutput(
         out_ptr, lse_ptr, result_ptr, dv, (o_batch, o_row, o_head), (l_batch, l_row, l_head),
         (r_batch, r_row, r_head),
     )
@@ -617,7 +617,7 @@ def forward_kernel(
         [
             (consume, (0, output, tiles_ptr, shared, scores, traits)),
             (consume, (1, output, tiles_ptr, shared, scores, traits)),
-            (produce, (inputs, schedule, shared, output, traits)),
+            (produce, (inputs, scheduler, shared, output, traits)),
         ],
         [4, LOADERS], [240, 24],
     )

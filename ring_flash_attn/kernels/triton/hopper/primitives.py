@@ -46,7 +46,7 @@ class Scale(NamedTuple):
     softcap: Any
 
 
-class Schedule(NamedTuple):
+class TileScheduler(NamedTuple):
     """What a tile scheduler hands out: each of its blocks for each pair of batch and head."""
 
     blocks: Any  # pointer to BlockEntry

@@ -35,7 +35,7 @@ from .primitives import (
 )
 
 
-class Traits(NamedTuple):
+class DqTraits(NamedTuple):
     """What the kernel was compiled for."""
 
     BLOCK_N: Any
@@ -46,7 +46,7 @@ class Traits(NamedTuple):
     FRESH: Any
 
 
-class Inputs(NamedTuple):
+class DqInputs(NamedTuple):
     """What the producer loads: TMA descriptors."""
 
     q: Any
@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
     group: Any
 
 
-class Shared(NamedTuple):
+class DqShared(NamedTuple):
     """Shared memory and its mbarriers."""
 
     q: Any  # [2, HALF, D]
@@ -68,7 +68,7 @@ class Shared(NamedTuple):
     empty: Any
 
 
-class Rows(NamedTuple):
+class DqRows(NamedTuple):
     """Where a program's rows begin: lse and delta, which it reads, and dQ."""
 
     lse: Any
@@ -187,10 +187,10 @@ def queries_kernel(
     delta_ptr += batch64 * e_batch + head.to(gl.int64) * e_head + row64
     dq_ptr += batch64 * dq_batch + head * dq_head + row64 * dq_row
     item = Item(own.rows, own.row, batch, head, own.first, own.tile, own.last_tile)
-    traits: gl.constexpr = Traits(BLOCK_N, D, SOFTCAP, SHORT_DOCS, EVEN, FRESH)
-    inputs = Inputs(q_desc, do_desc, k_desc, v_desc, group)
-    shared = Shared(q_smem, do_smem, k_smem, v_smem, q_full, full, empty)
-    rows = Rows(lse_ptr, delta_ptr, dq_ptr, d, dq_row)
+    traits: gl.constexpr = DqTraits(BLOCK_N, D, SOFTCAP, SHORT_DOCS, EVEN, FRESH)
+    inputs = DqInputs(q_desc, do_desc, k_desc, v_desc, group)
+    shared = DqShared(q_smem, do_smem, k_smem, v_smem, q_full, full, empty)
+    rows = DqRows(lse_ptr, delta_ptr, dq_ptr, d, dq_row)
     scores = Scale(scale, softcap)
     gl.warp_specialize(
         [
