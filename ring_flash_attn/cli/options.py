@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..bench.link import LINKS, NONE
 from ..bench.results import implementation_names
-from ..bench.workload import PRESETS
+from ..bench.workload import LINKS, NONE, PRESETS
 from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..plan.build import route_names
 from ..plan.layout import layout_names

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +11,9 @@ import typer
 from rich.table import Table
 
 from ..bench.cells import ON_CPU, cell
-from ..bench.link import NONE, find_link
 from ..bench.replays.results import Design, Measured, Replay, replay_rows
 from ..bench.results import check_output
-from ..bench.workload import BACKWARD, BOTH, FORWARD
+from ..bench.workload import BACKWARD, BOTH, FORWARD, NONE, find_link
 from ..kernels.base import AUTO, LIBRARIES
 from . import options
 from .console import make_table, screen, status, usage_errors, write, write_text
@@ -86,7 +84,7 @@ def replay(
     with usage_errors():
         for path in (json_file, svg):
             check_output(path)
-        _check_link(link or NONE, link_gbps, latency_us)
+        emulated = find_link(link, link_gbps, latency_us)
         where = find_device(device, "a replay")
         with status(console, "replaying") as report:
             found = run_replay(
@@ -105,7 +103,7 @@ def replay(
                 causal=bool(causal),
                 heads_k_stride=heads_k_stride,
                 sources_per_launch=sources_per_launch,
-                link=find_link(link or NONE, link_gbps, latency_us),
+                link=emulated,
                 repeats=repeats,
                 device=where,
                 baseline=baseline_kernel or baseline,
@@ -123,18 +121,6 @@ def replay(
     write(console, make_results(rows, where, {"repeats": repeats}, details=details), json_file)
     if svg is not None:
         write_text(console, draw_timeline(found), svg)
-
-
-def _check_link(link: str, gbps: float | None, latency_us: float | None) -> None:
-    """ValueError for numbers that are none of a link, or a name and numbers."""
-    if gbps is not None and not 0 < gbps < math.inf:
-        raise ValueError(f"--link-gbps must be positive, not {gbps:g}")
-    if latency_us is not None and not 0 <= latency_us < math.inf:
-        raise ValueError(f"--latency-us must not be negative, but is {latency_us:g}")
-    if gbps is not None and link != NONE:
-        raise ValueError(f"--link {link} and --link-gbps {gbps:g}: give one of them")
-    if latency_us is not None and gbps is None and link == NONE:
-        raise ValueError(f"--latency-us {latency_us:g} needs --link or --link-gbps")
 
 
 def explain(replay: Replay) -> Iterator[str]:
@@ -171,40 +157,37 @@ def _table(design: Design) -> Table:
     """A row for each rank, the slowest, and what one device takes."""
     columns = ("TFLOP/s", "eff. %", "full %", "exposed", "MiB")
     table = make_table([""], ["forward ms", *columns, "fwd+bwd ms", *columns], design.name)
+
+    def cells(passes: str, pairs: int, measured: Measured, more: Sequence[str]) -> list[str]:
+        rate = design.rate(pairs, measured, passes)
+        peak = None if measured.peak is None else measured.peak[passes] / _MIB
+        return [f"{measured.times[passes]:.3f}", f"{rate:.4g}", *more, cell(peak, ".0f")]
+
     rows = [(f"rank {each.rank}", each, each) for each in design.ranks]
-    if len(design.ranks) > 1:
-        rows.append(("slowest", design.slowest(both=False), design.slowest(both=True)))
+    if len(rows) > 1:
+        rows.append(("slowest", design.slowest(FORWARD), design.slowest(BOTH)))
     for name, *ranks in rows:
-        cells = []
+        row = []
         for each, passes in zip(ranks, (FORWARD, BOTH), strict=True):
-            shares = (design.efficiency(each), design.full_rate_efficiency(each))
-            exposed = None if each.measured.exposed is None else each.measured.exposed[passes]
-            more = [*(f"{share[passes]:.1f}" for share in shares), cell(exposed)]
-            cells += _cells(design, each.pairs, each.measured, passes, more)
-        table.add_row(name, *cells, style="bold" if name == "slowest" else None)
+            values = design.values(each, passes)
+            shares = (values["efficiency_percent"], values["full_rate_efficiency_percent"])
+            more = [*(f"{share:.1f}" for share in shares), cell(values.get("exposed_ms"))]
+            row += cells(passes, each.pairs, each.measured, more)
+        table.add_row(name, *row, style="bold" if name == "slowest" else None)
     for name, pairs, measured in (
         ("base", design.base_pairs, design.base),
         ("no mask", design.full_pairs, design.full),
     ):
-        both = (_cells(design, pairs, measured, passes, [""] * 3) for passes in (FORWARD, BOTH))
+        both = (cells(passes, pairs, measured, [""] * 3) for passes in (FORWARD, BOTH))
         table.add_row(name, *chain.from_iterable(both))
-    times = f"{design.theoretic.forward:.3f}", *[""] * 5, f"{design.theoretic.both:.3f}"
-    table.add_row(f"{design.world_size} × base", *times)
+    first, second = (f"{design.theoretic(passes):.3f}" for passes in (FORWARD, BOTH))
+    table.add_row(f"{design.world_size} × base", first, *[""] * 5, second)
     return table
-
-
-def _cells(
-    design: Design, pairs: int, measured: Measured, passes: str, more: list[str]
-) -> list[str]:
-    """Time, rate, more, and memory."""
-    time, rate = measured.times[passes], design.rate(pairs, measured.times)[passes]
-    peak = None if measured.peak is None else measured.peak[passes] / _MIB
-    return [f"{time:.3f}", f"{rate:.4g}", *more, cell(peak, ".0f")]
 
 
 def _costs(replay: Replay) -> Table:
     """What the slowest rank sends and holds, by name; computed, not measured."""
-    result = replay.ours.slowest(both=True)
+    result = replay.ours.slowest(BOTH)
     title = f"rank {result.rank}: what it sends and holds (computed)"
     table = make_table([""], ["launches", "posts", "sent MiB", "received MiB"], title)
     table.add_column("held beside inputs, outputs and gradients, MiB")

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.link import NONE, find_link
 from ..bench.results import check_output
-from ..bench.workload import Placement, Workload, lengths_of
+from ..bench.workload import NONE, Placement, Workload, find_link, lengths_of
 from ..kernels.base import AUTO
 from . import options
 from .console import screen, status, usage_errors, write

@@ -10,8 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from ..bench.link import LINKS, NONE
-from ..bench.workload import DTYPES, PRESETS
+from ..bench.workload import DTYPES, LINKS, NONE, PRESETS
 from ..kernels.base import LIBRARIES
 from ..plan.build import route_names
 from ..plan.layout import layout_names
@@ -44,6 +43,10 @@ _PHRASES = {
     "the number of KV heads": "--nheads-k (KV heads)",
     "CUDA graphs need": "--graphs: CUDA graphs need",
     "the baseline:": "--baseline:",
+    "a bandwidth of": "--link-gbps",
+    "the link's bandwidth": "--link-gbps",
+    "a latency of": "--latency-us",
+    "the link's latency": "--latency-us",
 }
 
 

@@ -205,8 +205,8 @@ def test_a_replay_says_so(tmp_path: Path) -> None:
     assert len(written.rows) == 2
     for row in written.rows:
         check_row(row, 2)
-        assert row.ms == found.ours.slowest(both=False).measured.times.forward
-        assert row.values["theoretic_ms"] == found.ours.theoretic.forward
+        assert row.ms == found.ours.slowest(FORWARD).measured.times[FORWARD]
+        assert row.values["theoretic_ms"] == found.ours.theoretic(FORWARD)
         assert (row.values["slowest"], row.placement["link"]) == (1.0, "pcie5")
 
 

@@ -13,12 +13,11 @@ from ...kernels.base import check_kernel, choose_kernel
 from ...plan.build import make_plan
 from ..implementations import find_implementation
 from ..inputs import call_of, problem_of
-from ..link import NONE, find_link
 from ..measure import Inputs, make_works
 from ..replays.rank import LibraryRanks, ReplayedRank
 from ..replays.run import check_ranks, check_replay
 from ..timing import Work
-from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, Placement, Workload
+from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, NONE, Placement, Workload, find_link
 
 
 @dataclass(frozen=True)

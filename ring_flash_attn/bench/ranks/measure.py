@@ -12,12 +12,11 @@ import torch
 from ...comm import launch
 from ...plan.build import make_plan
 from ..inputs import problem_of
-from ..link import Link
 from ..replays.results import replay_rows
 from ..replays.run import replay_ranks
 from ..results import RING, Row
 from ..versus import beside
-from ..workload import BOTH, FORWARD, Placement, Workload
+from ..workload import BOTH, FORWARD, Link, Placement, Workload
 from .on_rank import Round, Trial, measure_on_rank, reason_of
 from .target import Target
 

@@ -30,7 +30,7 @@ from ...kernels.base import LIBRARIES, Call, load_kernel, why_not
 from ...kernels.native.blocks import Block, Library, LibraryKernel
 from ...plan.tiles import Mask
 from ..inputs import call_of
-from ..link import Link
+from ..workload import Link
 from .emulated import EmulatedRanks
 from .rank import LibraryRanks, OutLse
 

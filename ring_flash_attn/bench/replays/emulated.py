@@ -22,8 +22,7 @@ from torch import Tensor
 from ...comm import Message
 from ...kernels.base import Kernel
 from ...plan.steps import Plan
-from ..link import Link
-from ..workload import FORWARD
+from ..workload import FORWARD, Link
 from .results import COMPUTE, TRANSFERS, Bar
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (target, source)
