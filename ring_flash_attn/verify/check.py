@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import api
-from ..bench.functions import find_functions
+from ..bench.functions import find_functions, own_arguments, packed_leaves
 from ..bench.inputs import call_of
-from ..bench.ranks.arguments import own_arguments, packed_leaves
 from ..bench.versus import refuse_kernels
 from ..bench.workload import Placement, Workload
 from ..comm import launch
@@ -218,7 +217,7 @@ def call_on_rank(call: VerifyCall, inputs: Tensors, rank: int) -> Tensors:
     if call.function.prefix:
         del options["kernel"]  # the name says it
     device = inputs["q"].device
-    own = own_arguments(call.function.signature, call.workload, call.placement, rank, device)
+    own = own_arguments(call.function, call.workload, call.placement, rank, device)
     out, lse, _ = getattr(api, call.function.name)(**leaves, **own, **options)
     if options["sink"] is not None:
         leaves["sink"] = options["sink"]

@@ -10,11 +10,10 @@ import torch
 from ...kernels.base import AUTO, check_kernel
 from ...plan.build import check_route
 from ...plan.layout import FLAT_PREFIX, get_layout
-from ..functions import PublicFunction, find_functions
+from ..functions import PublicFunction, find_functions, own_arguments
 from ..inputs import resolve
 from ..versus import refuse_kernels
 from ..workload import Placement, Workload
-from .arguments import own_arguments
 
 _Point = tuple[PublicFunction, str, str, bool]  # layout, route, whether documents are packed
 
@@ -194,9 +193,8 @@ def _kernels_of(function: PublicFunction, kernels: Sequence[str]) -> tuple[str, 
 
 def _uneven(target: Target) -> str:
     """Why the function cannot take these documents, if so."""
-    signature, device = target.function.signature, torch.device("cpu")
     try:
-        own_arguments(signature, target.workload, target.placement, 0, device)
+        own_arguments(target.function, target.workload, target.placement, 0, torch.device("cpu"))
     except ValueError as error:
         return str(error)
     return ""
