@@ -296,10 +296,11 @@ class Link:
     latency: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.bandwidth < math.inf:
-            raise ValueError("the link's bandwidth must be positive and finite")
-        if not 0 <= self.latency < math.inf:
-            raise ValueError("the link's latency must be finite and not negative")
+        speed, delay = self.bandwidth / 1e9, self.latency * 1e6
+        if not 0 < speed < math.inf:
+            raise ValueError(f"the link's bandwidth must be positive, not {speed:g} GB/s")
+        if not 0 <= delay < math.inf:
+            raise ValueError(f"the link's latency must not be negative, but is {delay:g} µs")
 
     def seconds(self, sent: int, received: int) -> float:
         """How long a post of so many bytes takes."""

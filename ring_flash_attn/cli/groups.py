@@ -62,22 +62,3 @@ def check_no_group(why: str, backend: str | None, timeout: float | None) -> None
     for name, value in (("--backend", backend), ("--timeout", timeout)):
         if value is not None:
             raise ValueError(f"{name} {value}: {why}, without a group")
-
-
-def check_lengths(seqlen: int | None, cu_seqlens: str | None) -> None:
-    """ValueError for both: they say the same thing."""
-    if seqlen is not None and cu_seqlens is not None:
-        raise ValueError(f"--seqlen {seqlen} and --cu-seqlens {cu_seqlens}: give one of them")
-
-
-def check_stream(seqlen: int | None, tokens: int, world_size: int) -> None:
-    """ValueError unless --cu-seqlens, with so many tokens, and --seqlen of each rank agree."""
-    if tokens < world_size:
-        raise ValueError(f"--cu-seqlens ends at {tokens}: fewer tokens than {world_size} ranks")
-    if seqlen is None or tokens == seqlen * world_size:
-        return
-    message = f"--cu-seqlens ends at {tokens}, but {world_size} ranks of --seqlen {seqlen}"
-    message += f" hold {seqlen * world_size} tokens"
-    if tokens == seqlen:
-        message += "; since this version offsets are of the whole stream, not of a rank's shard"
-    raise ValueError(message)

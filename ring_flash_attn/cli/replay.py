@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,7 +13,7 @@ from rich.table import Table
 from ..bench.cells import ON_CPU, cell
 from ..bench.replays.results import Design, Measured, Replay, replay_rows
 from ..bench.results import check_output
-from ..bench.workload import BACKWARD, BOTH, FORWARD, NONE, find_link
+from ..bench.workload import BACKWARD, BOTH, FORWARD, NONE, Link, find_link
 from ..kernels.base import AUTO, LIBRARIES
 from . import options
 from .console import make_table, screen, status, usage_errors, write, write_text
@@ -125,32 +125,39 @@ def replay(
 
 def explain(replay: Replay) -> Iterator[str]:
     """What was run, what was emulated, and what was not there."""
-    workload, placement = replay.workload, replay.placement
+    placement = replay.placement
     yield (
         f"A replay of {placement}: ranks of {placement.world_size}, one at a time, on one device "
         f"({replay.device}). No other rank is there."
     )
-    tokens = f"{workload.seqlen // placement.world_size} tokens"
-    if workload.packed:
-        tokens += f" of {len(workload.lengths)} documents ({workload.seqlen} tokens)"
-    yield (
-        f"Each rank: {tokens}, batch {workload.batch}, heads {workload.nheads}/"
-        f"{workload.nheads_k}, headdim {workload.headdim}, {workload.dtype}, "
-        f"{'causal' if workload.causal else 'full'}."
-    )
+    yield f"Each rank: {shard_sizes(placement.describe(replay.workload))}."
     if placement.sources_per_launch is not None and placement.world_size > 1:
         sources = placement.sources_per_launch
         others = "one other rank" if sources == 1 else f"up to {sources} other ranks"
         yield f"A launch takes the keys of {others}."
     yield "Kernels, merges, buffers and streams are a real rank's; what it receives is random data."
-    if replay.link is None:
-        yield "Communication is removed: messages cost nothing."
-    else:
-        yield (
-            f"Communication is emulated, {replay.link}: a copy within the device, and waiting. "
-            "Other ranks never come late."
-        )
+    yield communication(replay.link)
     yield f"Medians of {replay.repeats} interleaved rounds, in ms."
+
+
+def shard_sizes(workload: Mapping[str, Any]) -> str:
+    """A rank's part of a workload, as rows of results have it."""
+    w, lengths = workload, workload.get("lengths", ())
+    documents = f" of {len(lengths)} documents ({sum(lengths)} tokens)" * (len(lengths) > 1)
+    return (
+        f"{w['seqlen']} tokens{documents}, batch {w['batch']}, heads {w['nheads']}/{w['nheads_k']}"
+        f", headdim {w['headdim']}, {w['dtype']}, {'causal' if w['causal'] else 'full'}"
+    )
+
+
+def communication(link: Link | None) -> str:
+    """What a replay has in place of the other ranks' messages."""
+    if link is None:
+        return "Communication is removed: messages cost nothing. --link emulates one."
+    return (
+        f"Communication is emulated, {link}: a copy within the device, and waiting. "
+        "Other ranks never come late."
+    )
 
 
 def _table(design: Design) -> Table:

@@ -470,7 +470,7 @@ def test_the_command_without_communication() -> None:
         (("--link", "ib400", "--link-gbps", "3"), "--link 'ib400' and --link-gbps 3: give"),
         (("--latency-us", "3"), "--latency-us 3 needs a link"),
         (("--link-gbps", "0"), "--link-gbps must be positive"),
-        (("--link", "ib400", "--latency-us", "-1"), "--latency-us must be finite and not negative"),
+        (("--link", "ib400", "--latency-us", "-1"), "--latency-us must not be negative"),
         (("--world-size", "0"), "world-size"),
         (("--world-size", "2", "--rank", "2"), "rank 2"),
         (("--layout", "spiral"), "spiral"),

@@ -172,7 +172,7 @@ def test_two_new_ranks(tmp_path: Path) -> None:
         "2 ranks in new processes over gloo, cpu",
         "zigzag × ring × reference",
         "flat_contiguous × all_gather × reference",
-        "12 tokens in 2 documents",
+        "12 tokens of 2 documents (24 tokens)",
         "forward and backward",
         "say little about GPUs",
     ):
@@ -335,10 +335,9 @@ def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> 
         (("ring_flash_attn_func", "--cu-seqlens", "0,48"), "0,48: none of the functions is for"),
         (
             ("--cu-seqlens", "0,5,12"),
-            "ends at 12, but 4 ranks of --seqlen 12 hold 48 tokens",
+            "seqlen 12 and cu_seqlens 0,5,12: offsets are those of the whole stream",
         ),
-        (("--cu-seqlens", "0,5,12"), "offsets are of the whole stream"),
-        (("--cu-seqlens", "0,5,47"), "ends at 47, but 4 ranks of --seqlen 12 hold 48 tokens"),
+        (("--cu-seqlens", "0,5,47"), "must end at 4 × 12 = 48"),
         (("--cu-seqlens", "0,3"), "ends at 3: fewer tokens than 4 ranks"),
         (("llama3_*", "--cu-seqlens", "0,5,48", "--batch", "2"), "--batch 2: --cu-seqlens says"),
         (("--heads-k-stride", "3"), "heads_k_stride"),

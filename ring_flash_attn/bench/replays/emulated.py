@@ -22,7 +22,7 @@ from torch import Tensor
 from ...comm import Message
 from ...kernels.base import Kernel
 from ...plan.steps import Plan
-from ..workload import FORWARD, Link
+from ..workload import BACKWARD, FORWARD, Link
 from .results import COMPUTE, TRANSFERS, Bar
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (target, source)
@@ -34,12 +34,6 @@ _USUAL_LSE = 9.0  # about the log-sum-exp of 8192 scores
 def _is_row(tensor: Tensor) -> bool:
     """Whether a message holds a number for each row and head, rather than a vector."""
     return tensor.dim() == 3
-
-
-def message_bytes(messages: Sequence[Message]) -> tuple[int, int]:
-    """Bytes sent and received."""
-    sent = sum(m.tensor.nbytes for m in messages if not m.receive)
-    return sent, sum(m.tensor.nbytes for m in messages) - sent
 
 
 class RandomData:
@@ -60,15 +54,18 @@ class RandomData:
 
 
 class Recorder:
-    """Collects bars: events of the current stream on a GPU, the host's clock elsewhere.
+    """Notes launches and posts: events of the current stream on a GPU, the host's clock elsewhere.
 
     Attributes:
-        direction: what the next bars belong to.
+        direction: what comes next belongs to.
+        costs: of each direction, as in `PassCost`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.direction = FORWARD
+        names = ("launches", "posts", "sent", "received")
+        self.costs = {each: dict.fromkeys(names, 0) for each in (FORWARD, BACKWARD)}
         self._bars: list[tuple[str, str, str, Any, Any]] = []
         self._zero = self.now()
 
@@ -79,6 +76,11 @@ class Recorder:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def count(self, **costs: int) -> None:
+        """Add to the costs of this direction."""
+        for name, number in costs.items():
+            self.costs[self.direction][name] += number
 
     def add(self, lane: str, label: str, start: Any, end: Any) -> None:
         """A bar between two moments, see `now`."""
@@ -120,6 +122,7 @@ class RecordedKernel:
         self._launch(self._kernel.backward, args)
 
     def _launch(self, launch: Callable[..., None], args: Any) -> None:
+        self._recorder.count(launches=1)
         start = self._recorder.now()
         launch(*args)
         self._recorder.add(COMPUTE, str(next(self._steps)), start, self._recorder.now())
@@ -252,13 +255,17 @@ class EmulatedRanks:
     def post(self, messages: Sequence[Message], number: int) -> Wait | None:
         """Start messages, the n-th post of a pass; returns what waits for them, if anything."""
         arriving = [message.tensor for message in messages if message.receive]
+        received = sum(tensor.nbytes for tensor in arriving)
+        sent = sum(message.tensor.nbytes for message in messages) - received
+        if self.recorder is not None:
+            self.recorder.count(posts=1, sent=sent, received=received)
         seconds, recorder = 0.0, None
         if self.link is None:
             arriving = [tensor for tensor in arriving if self._needs_data(tensor)]
             if not arriving:
                 return None
         else:
-            seconds, recorder = self.link.seconds(*message_bytes(messages)), self.recorder
+            seconds, recorder = self.link.seconds(sent, received), self.recorder
         copies = [(tensor, self._data.like(tensor)) for tensor in arriving]
         return self._emulated.post(copies, seconds, str(number), recorder)
 

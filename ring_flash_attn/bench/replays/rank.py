@@ -1,27 +1,23 @@
-"""This library's ranks, each replayed without the others, and the same kernel on one device.
-
-What a rank launches, sends and holds is found by running its passes on meta tensors, with a kernel
-that counts. The executor is the real one, so that buffers and messages are, too.
-"""
+"""This library's ranks, each replayed without the others, and the same kernel on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...comm import Message
-from ...engine.attention import QKV, LocalRank, PreparedCall, backward, forward
+from ...engine.attention import QKV, PreparedCall, backward, forward
 from ...engine.executor import Pool
 from ...engine.prepare import prepare_rank, prepare_virtual
-from ...kernels.base import Call, Kernel, as_block, as_direct
+from ...kernels.base import as_block, as_direct
 from ...plan.steps import Payload, Plan, Side
 from ..inputs import options_of, problem_of
-from ..workload import BACKWARD, Link, Placement, Workload
-from .emulated import EmulatedRanks, RandomData, RecordedKernel, Recorder, message_bytes
+from ..workload import BACKWARD, FORWARD, Link, Placement, Workload
+from .emulated import EmulatedRanks, RandomData, RecordedKernel, Recorder
 from .results import Bar, PassCost
 
 OutLse = tuple[Tensor, Tensor]
@@ -53,38 +49,50 @@ class ReplayedRank:
         result = self.forward()
         return result, self.backward(result)
 
-    def recorded(self, both: bool = True) -> tuple[Bar, ...]:
-        """A timeline of one forward pass and, if `both`, one backward pass."""
+    def recorded_by(self, recorder: Recorder) -> ReplayedRank:
+        """This rank of many, whose launches and posts a recorder notes from now on."""
         assert self.others is not None, "a rank of many"
-        recorder = Recorder(self.prepared.call.device)
+        self.others.recorder = recorder
         (local,) = self.prepared.ranks
         plans = (local.forward.plan, local.backward.plan)
         kernel: Any = RecordedKernel(self.prepared.kernel, recorder, plans)
-        rank = replace(self, prepared=replace(self.prepared, kernel=kernel))
-        self.others.recorder = recorder
-        try:
-            result = rank.forward()
-            recorder.direction = BACKWARD
-            if both:
-                rank.backward(result)
-        finally:
-            self.others.recorder = None
+        return replace(self, prepared=replace(self.prepared, kernel=kernel))
+
+    def recorded(self, both: bool = True) -> tuple[Bar, ...]:
+        """A timeline of one forward pass and, if `both`, one backward pass."""
+        recorder = Recorder(self.prepared.call.device)
+        rank = self.recorded_by(recorder)
+        result = rank.forward()
+        recorder.direction = BACKWARD
+        if both:
+            rank.backward(result)
         return recorder.bars()
 
 
 class PersistentPool(Pool):
-    """Buffers that stay, and serve every pass."""
+    """Buffers that stay, and serve every pass.
+
+    Attributes:
+        free: those that nobody uses.
+        most: bytes in use at once, by dtype, since it was cleared.
+    """
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.most: dict[torch.dtype, int] = {}
+        self._used: Counter[torch.dtype] = Counter()
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A used one if there is any."""
         free = self.free.get((shape, dtype))
-        return free.pop() if free else super().take(shape, dtype, device)
+        buffer = free.pop() if free else super().take(shape, dtype, device)
+        self._used[dtype] += buffer.nbytes
+        self.most[dtype] = max(self.most.get(dtype, 0), self._used[dtype])
+        return buffer
 
     def give(self, buffer: Tensor) -> None:
         """For the next to take."""
+        self._used[buffer.dtype] -= buffer.nbytes
         self.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
 
@@ -156,112 +164,38 @@ class LibraryRanks:
     def describe(self, rank: int) -> tuple[int, int, tuple[PassCost, PassCost]]:
         """Tokens of a rank, pairs that it computes over all query heads, and its passes' costs.
 
-        Random data for all that it receives is there afterwards.
+        It runs both passes once. Random data for all that the rank receives is there afterwards.
         """
-        found = self.rank(rank, None)
+        recorder, buffers = Recorder(self.device), self._pool.most
+        found = self.rank(rank, None).recorded_by(recorder)
+        buffers.clear()
+        result = found.forward()
+        first = PassCost(**recorder.costs[FORWARD], held=_held(found, buffers, False))
+        buffers.clear()
+        recorder.direction = BACKWARD
+        found.backward(result)
+        second = PassCost(**recorder.costs[BACKWARD], held=_held(found, buffers, True))
         pairs = found.prepared.ranks[0].forward.plan.pairs  # over KV heads
         group = self.workload.nheads // self.workload.nheads_k
-        return self.size(rank), pairs * group, _pass_costs(found.prepared, found.shard, self.data)
-
-
-class _Counter:
-    """A transport that counts messages, and a kernel that counts its launches."""
-
-    name = "counter"
-
-    def __init__(self, kernel: Kernel, data: RandomData) -> None:
-        self.direct, self.blocks = as_direct(kernel) is not None, as_block(kernel) is not None
-        self._data = data
-        self.launches = self.posts = self.sent = self.received = 0
-
-    def post(self, messages: Sequence[Message]) -> None:
-        sent, received = message_bytes(messages)
-        self.posts += bool(messages)
-        self.sent += sent
-        self.received += received
-        for message in messages:
-            if message.receive:
-                self._data.like(message.tensor)
-
-    def forward(self, *args: Any) -> None:
-        self.launches += 1
-
-    backward = forward
-
-    def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
-        batch, length, nheads, _ = out.shape
-        return out.new_empty((batch, nheads, length), dtype=call.state_dtype)
-
-    def why_not(self, call: Call) -> list[str]:
-        return []
-
-    def wait(self, *args: Any) -> None:
-        """Nothing is under way, nobody else is there, and blocks are for others to merge."""
-
-    abandon = alone = alone_backward = wait
-
-
-class _CountingPool(Pool):
-    """Counts the bytes of buffers in use, by dtype."""
-
-    def __init__(self) -> None:
-        self._now: dict[torch.dtype, int] = {}
-        self.most: dict[torch.dtype, int] = {}
-
-    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer = super().take(shape, dtype, device)
-        self._now[dtype] = self._now.get(dtype, 0) + buffer.nbytes
-        self.most[dtype] = max(self.most.get(dtype, 0), self._now[dtype])
-        return buffer
-
-    def give(self, buffer: Tensor) -> None:
-        self._now[buffer.dtype] -= buffer.nbytes
-
-
-def _pass_costs(
-    prepared: PreparedCall, shard: Sequence[Tensor], data: RandomData
-) -> tuple[PassCost, PassCost]:
-    """The forward and the backward pass of the call's only rank; `data` is made large enough."""
-    q, k, v = (torch.empty_like(x, device="meta") for x in shard)
-    batch, length, nheads, _ = q.shape
-    out = q.new_empty((batch, length, nheads, prepared.call.headdim_v))
-    lse = q.new_empty((batch, nheads, length), dtype=prepared.call.state_dtype)
-    (local,) = prepared.ranks
-    call = replace(prepared.call, device=torch.device("meta"))
-
-    def cost(is_backward: bool) -> PassCost:
-        counter, pool = _Counter(prepared.kernel, data), _CountingPool()
-        rank = LocalRank(local.forward, local.backward, lambda: counter, pool)
-        dry = PreparedCall((rank,), counter, call)
-        if is_backward:
-            backward(dry, [(q, k, v)], None, [(out, lse)], [(out, None)])
-        else:
-            forward(dry, [(q, k, v)], None)
-        held = _held(dry, (q, k, v), pool.most, is_backward)
-        return PassCost(counter.launches, counter.posts, counter.sent, counter.received, held)
-
-    return cost(is_backward=False), cost(is_backward=True)
+        return self.size(rank), pairs * group, (first, second)
 
 
 def _held(
-    prepared: PreparedCall,
-    shard: Sequence[Tensor],
-    buffers: dict[torch.dtype, int],
-    is_backward: bool,
+    rank: ReplayedRank, buffers: Mapping[torch.dtype, int], is_backward: bool
 ) -> dict[str, int]:
     """By name: states or accumulators of the pass, and its buffers."""
-    path = prepared.ranks[0].backward if is_backward else prepared.ranks[0].forward
-    call = prepared.call
+    call, kernel, (local,) = rank.prepared.call, rank.prepared.kernel, rank.prepared.ranks
+    path = local.backward if is_backward else local.forward
     element, state = call.dtype.itemsize, call.state_dtype.itemsize
-    rows = shard[0].shape[:3].numel() * state
+    rows = rank.shard[0].shape[:3].numel() * state
     held = {}
-    at_once = path.single_launch is not None and as_direct(prepared.kernel) is not None
+    at_once = path.single_launch is not None and as_direct(kernel) is not None
     if element != state and not at_once:  # else they become what the user gets
         if is_backward:
-            held["accumulators of dQ, dK, dV, fp32"] = state * sum(x.numel() for x in shard)
+            held["accumulators of dQ, dK, dV, fp32"] = state * sum(x.numel() for x in rank.shard)
         else:
             held["state of out, fp32"] = rows * call.headdim_v
-    if is_backward and as_block(prepared.kernel) is None:
+    if is_backward and as_block(kernel) is None:
         held["delta"] = rows
     inputs, results = _names(path.plan, is_backward)
     for dtype, most in buffers.items():

@@ -88,8 +88,6 @@ def replay(
     placement = Placement(
         world_size, layout, route, kernel, heads_k_stride, sources_per_launch, found
     )
-    if cu_seqlens is not None:
-        rank_tokens(cu_seqlens, world_size, seqlen)
     workload = Workload(
         batch=batch,
         seqlen=world_size * (_SEQLEN if seqlen is None else seqlen),
@@ -100,6 +98,8 @@ def replay(
         dtype=dtype,  # type: ignore[arg-type]  # any name of it
         cu_seqlens=None if cu_seqlens is None else tuple(cu_seqlens),
     )
+    if cu_seqlens is not None:
+        rank_tokens(cu_seqlens, world_size, seqlen)
     return replay_ranks(
         workload,
         placement,
