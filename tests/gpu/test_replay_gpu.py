@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from replays import baseline_on_virtual_ranks, ranks, small, tensors
+from replays import baseline_in_threads, ranks, small, tensors
 
 from ring_flash_attn.bench import LINKS, Link, Replay, replay
 from ring_flash_attn.bench.replays.baseline import NativeAttention, scripted_merge
@@ -126,8 +126,6 @@ def test_the_baseline_is_right_on_flash_attention_2() -> None:
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     expected, _ = oracle(*leaves, Rules(causal=True))
     want = [expected, *torch.autograd.grad(expected, leaves, inputs[3].double())]
-    got = baseline_on_virtual_ranks(
-        inputs[:3], inputs[3], 4, NativeAttention("fa2"), scripted_merge()
-    )
+    got = baseline_in_threads(inputs[:3], inputs[3], 4, NativeAttention("fa2"), scripted_merge())
     for ours, theirs in zip(got, want, strict=True):
         assert (ours.double() - theirs).abs().max() < 3e-2 * theirs.abs().max()
