@@ -23,21 +23,14 @@ _SHOWN = 5  # documents in a message
 
 @dataclass(frozen=True, slots=True)
 class PublicFunction:
-    """A function of the API.
+    """A function of the API."""
 
-    Attributes:
-        family: functions that differ in form and kernel only.
-        form: how q, k and v come; the end of the name.
-        prefix: kernel that the name fixes; "" if it is an argument.
-    """
-
-    family: Family
-    form: str
-    prefix: str = ""
+    family: Family  # functions that differ in form and kernel only
+    form: str  # how q, k and v come; the end of the name
+    prefix: str = ""  # kernel that the name fixes; "" if it is an argument
 
     @property
     def name(self) -> str:
-        """As in the API."""
         return "_".join(part for part in (self.prefix, self.family.name, self.form) if part)
 
     @property
@@ -47,7 +40,6 @@ class PublicFunction:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether it needs a group."""
         return bool(self.family.layout) or self.signature == "anything"
 
     def points(self, layouts: Sequence[str], routes: Sequence[str]) -> list[tuple[str, str]]:

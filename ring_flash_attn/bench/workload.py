@@ -283,17 +283,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What lies between a rank and the others.
-
-    Attributes:
-        name: what users write.
-        bandwidth: bytes in a second, each way at once.
-        latency: seconds that a post of any size takes at least.
-    """
+    """What lies between a rank and the others."""
 
     name: str
-    bandwidth: float
-    latency: float
+    bandwidth: float  # bytes in a second, each way at once
+    latency: float  # seconds that a post of any size takes at least
 
     def __post_init__(self) -> None:
         speed, delay = self.bandwidth / 1e9, self.latency * 1e6

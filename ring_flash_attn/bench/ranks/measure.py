@@ -41,33 +41,22 @@ Calls = dict[str, Callable[[], Any]]  # by passes; they return the output, and t
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where ranks run, and how they are timed.
-
-    Attributes:
-        world_size, device: number of ranks, and the device of this process.
-        backend: of the process group; None: a replay on one device.
-        link: what a replay emulates; None: communication is removed.
-        repeats: rounds.
-        grad: backward as well.
-        timeout: seconds that a new rank may take for a trial or a round.
-    """
+    """Where ranks run, and how they are timed."""
 
     world_size: int
-    device: torch.device
-    backend: str | None = None
-    link: Link | None = None
+    device: torch.device  # of this process
+    backend: str | None = None  # of the process group; None: a replay on one device
+    link: Link | None = None  # what a replay emulates; None: communication is removed
     repeats: int = 9
     grad: bool = True
-    timeout: float = 300.0
+    timeout: float = 300.0  # seconds that a new rank may take for a trial or a round
 
     @property
     def is_replay(self) -> bool:
-        """One rank at a time, on one device."""
         return self.backend is None
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """What is timed."""
         return (FORWARD, BOTH) if self.grad else (FORWARD,)
 
     @property
@@ -135,7 +124,6 @@ def _row(
 
 
 def reason_of(error: Exception) -> str:
-    """Why something cannot be timed."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return str(error).strip() or type(error).__name__
@@ -227,7 +215,6 @@ def _measure(
 def _collect(
     targets: Sequence[Target], settings: Settings, report: Report, items: list[list[Any]]
 ) -> None:
-    """Run the ranks to the end."""
     args = (targets, settings.passes, settings.repeats, settings.device.type)
     where = (settings.device.type, settings.backend or "")
     if launch.torchrun_rank():

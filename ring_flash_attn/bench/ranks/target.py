@@ -20,23 +20,16 @@ _Point = tuple[PublicFunction, str, str, bool]  # layout, route, whether documen
 
 @dataclass(frozen=True)
 class Target:
-    """A public function, what it computes over all ranks, and how that is spread.
-
-    Attributes:
-        function, workload, placement: the same in words.
-        baseline: name of the target that it is compared with; "" if there is none.
-        refused: why it cannot run; "" if it can.
-    """
+    """A public function, what it computes over all ranks, and how that is spread."""
 
     function: PublicFunction
     workload: Workload
     placement: Placement
-    baseline: str = ""
-    refused: str = ""
+    baseline: str = ""  # name of the target that it is compared with
+    refused: str = ""  # why it cannot run
 
     @property
     def name(self) -> str:
-        """Different for different targets."""
         point = str(self.placement) if not self.function.form else self.placement.kernel
         return f"{self.function.name} ({point})"
 
@@ -111,26 +104,25 @@ def choose_targets(
             tried.insert(0, (replace(function, prefix=""), versus))
         baseline = ""
         for each, kernel in tried:
-            target = _resolved(Target(each, own, replace(point, kernel=kernel)), device)
+            target = Target(each, own, replace(point, kernel=kernel))
+            try:
+                target = replace(target, placement=resolve(own, target.placement, device))
+            except NotImplementedError as error:
+                target = replace(target, refused=str(error))
             who = each.name if each.prefix else f"--kernel {kernel}"
             reasons.setdefault(who, []).append(target.refused)
             if versus:
                 baseline = baseline or target.name
-            target = replace(target, baseline=baseline, refused=target.refused or _uneven(target))
-            found.setdefault(target.name, target)
+            refused = target.refused
+            try:
+                own_arguments(each, own, target.placement, 0, torch.device("cpu"))
+            except ValueError as error:  # documents that the function cannot take
+                refused = refused or str(error)
+            found.setdefault(target.name, replace(target, baseline=baseline, refused=refused))
     refuse_kernels({who: why for who, why in reasons.items() if all(why)}, device)
     if all(target.refused for target in found.values()):
         raise ValueError("\n".join(f"{name}: {each.refused}" for name, each in found.items()))
     return sorted(found.values(), key=lambda target: bool(target.refused))
-
-
-def _resolved(target: Target, device: torch.device) -> Target:
-    """With the kernel that it gets, or why it gets none."""
-    try:
-        placement = resolve(target.workload, target.placement, device)
-    except NotImplementedError as error:
-        return replace(target, refused=str(error))
-    return replace(target, placement=placement)
 
 
 def _find_points(
@@ -182,19 +174,9 @@ def _check_options(
 
 
 def _kernels_of(function: PublicFunction, kernels: Sequence[str]) -> tuple[str, ...]:
-    """Those that a function is to be timed with."""
     if not function.prefix:
         return tuple(kernels)
     if not {AUTO, function.prefix} & {*kernels}:
         message = f"{function.name} always uses {function.prefix}"
         raise ValueError(f"--kernel {', '.join(kernels)}: {message}")
     return (function.prefix,)
-
-
-def _uneven(target: Target) -> str:
-    """Why the function cannot take these documents, if so."""
-    try:
-        own_arguments(target.function, target.workload, target.placement, 0, torch.device("cpu"))
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -35,20 +35,16 @@ Merge = Callable[[Tensor, Tensor, Tensor, Tensor], OutLse]
 
 
 class BlockAttention(Protocol):
-    """Attention of one block on one device.
+    """Attention of one block on one device, backward of the softmax whose result is (out, lse).
 
     out is (batch, seqlen, nheads, headdim), lse (batch, nheads, seqlen).
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OutLse:
-        """(out, lse)."""
-        ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OutLse: ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> QKV:
-        """(dq, dk, dv) of the softmax whose result is (out, lse)."""
-        ...
+    ) -> QKV: ...
 
 
 class NativeAttention:
@@ -60,14 +56,12 @@ class NativeAttention:
         self.name = name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OutLse:
-        """(out, lse), out in the dtype of q."""
         library = cast(LibraryKernel, load_kernel(self.name)).library
         return library.forward(q, k, v, *_block_call(q, k, causal))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> QKV:
-        """(dq, dk, dv) in the dtype of q."""
         library = cast(LibraryKernel, load_kernel(self.name)).library
         return library.backward(dout, q, k, v, out, lse, *_block_call(q, k, causal))
 
@@ -100,22 +94,14 @@ def scripted_merge() -> Merge:
 
 @dataclass(frozen=True, slots=True)
 class ZigzagRing:
-    """One rank's end.
-
-    Attributes:
-        rank, world_size: whose.
-        transport: makes an end of the group; keys and gradients have one each.
-        block: who computes a block.
-        merge: how blocks are put together.
-        make: returns memory like a tensor, for what arrives.
-    """
+    """One rank's end."""
 
     rank: int
     world_size: int
-    transport: Callable[[], Transport]
+    transport: Callable[[], Transport]  # makes an end of the group, for keys and for gradients
     block: BlockAttention
     merge: Merge = merge
-    make: Callable[[Tensor], Tensor] = torch.empty_like
+    make: Callable[[Tensor], Tensor] = torch.empty_like  # memory like a tensor, for what arrives
 
     def _pass_on(self, transport: Transport, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Send tensors to the next rank; returns where those of the one before will be."""
@@ -132,7 +118,6 @@ class ZigzagRing:
         return (slice(None), slice(half)) if step <= self.rank else (slice(half, None), slice(None))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> OutLse:
-        """(out, lse) of this rank's queries."""
         transport, half = self.transport(), q.shape[1] // 2
         out = lse = torch.empty(0)
         for step in range(self.world_size):
@@ -158,7 +143,6 @@ class ZigzagRing:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> QKV:
-        """(dq, dk, dv) of this rank's shards."""
         keys, gradients, half = self.transport(), self.transport(), q.shape[1] // 2
         dq = torch.empty(0)
         dkv: tuple[Tensor, ...] = ()
@@ -186,7 +170,6 @@ class ZigzagRing:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """What sums are kept in."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

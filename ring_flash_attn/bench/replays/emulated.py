@@ -78,7 +78,6 @@ class Recorder:
         return event
 
     def count(self, **costs: int) -> None:
-        """Add to the costs of this direction."""
         for name, number in costs.items():
             self.costs[self.direction][name] += number
 
@@ -90,19 +89,20 @@ class Recorder:
         """All bars; waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
+
+        def since(moment: Any) -> float:
+            if self._cuda:
+                return float(self._zero.elapsed_time(moment))
+            return float(moment - self._zero) * 1e3
+
         return tuple(
-            Bar(lane, direction, label, self._since(start), self._since(end))
+            Bar(lane, direction, label, since(start), since(end))
             for lane, direction, label, start, end in self._bars
         )
 
-    def _since(self, moment: Any) -> float:
-        if self._cuda:
-            return float(self._zero.elapsed_time(moment))
-        return float(moment - self._zero) * 1e3
-
 
 class RecordedKernel:
-    """A kernel that records its launches, labelled with the steps of these plans."""
+    """A kernel whose launches are recorded, labelled with the steps of these plans."""
 
     def __init__(self, kernel: Kernel, recorder: Recorder, plans: Iterable[Plan]) -> None:
         self._kernel, self._recorder = kernel, recorder
@@ -111,21 +111,17 @@ class RecordedKernel:
         )
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
+        found = getattr(self._kernel, name)
+        if name not in ("forward", "backward"):
+            return found
 
-    def forward(self, *args: Any) -> None:
-        """A launch of the forward pass."""
-        self._launch(self._kernel.forward, args)
+        def launch(*args: Any) -> None:
+            self._recorder.count(launches=1)
+            start = self._recorder.now()
+            found(*args)
+            self._recorder.add(COMPUTE, str(next(self._steps)), start, self._recorder.now())
 
-    def backward(self, *args: Any) -> None:
-        """A launch of the backward pass."""
-        self._launch(self._kernel.backward, args)
-
-    def _launch(self, launch: Callable[..., None], args: Any) -> None:
-        self._recorder.count(launches=1)
-        start = self._recorder.now()
-        launch(*args)
-        self._recorder.add(COMPUTE, str(next(self._steps)), start, self._recorder.now())
+        return launch
 
 
 class CpuLink:
@@ -237,7 +233,7 @@ class EmulatedRanks:
         always_copies: even if messages cost nothing. In fp32 and fp64, what kernels read lies where
             gradients were, and would grow from run to run. Numbers of rows, which are few, are
             always copied: as an lse, what a state left behind may be −inf.
-        recorder: gets each post over the link, if there is one.
+        recorder: gets each post, if there is one.
     """
 
     def __init__(
@@ -284,7 +280,6 @@ class ReplayTransport:
         self._wait: Wait | None = None
 
     def post(self, messages: Sequence[Message]) -> None:
-        """Queue a post; nothing happens for one without messages."""
         if messages:
             self._wait = self._others.post(messages, self._posts) or self._wait
         self._posts += 1

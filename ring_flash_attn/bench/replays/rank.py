@@ -35,17 +35,14 @@ class ReplayedRank:
     others: EmulatedRanks | None = None
 
     def forward(self) -> OutLse:
-        """(out, lse)."""
         (result,) = forward(self.prepared, [self.shard], None)
         return result
 
     def backward(self, result: OutLse) -> QKV:
-        """(dq, dk, dv)."""
         _, (grads,) = backward(self.prepared, [self.shard], None, [result], [(self.dout, None)])
         return grads
 
     def both(self) -> tuple[OutLse, QKV]:
-        """(out, lse) and (dq, dk, dv)."""
         result = self.forward()
         return result, self.backward(result)
 
@@ -70,12 +67,7 @@ class ReplayedRank:
 
 
 class PersistentPool(Pool):
-    """Buffers that stay, and serve every pass.
-
-    Attributes:
-        free: those that nobody uses.
-        most: bytes in use at once, by dtype, since it was cleared.
-    """
+    """Buffers that stay, and serve every pass; `most` has bytes in use at once since a clear."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
@@ -83,7 +75,6 @@ class PersistentPool(Pool):
         self._used: Counter[torch.dtype] = Counter()
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A used one if there is any."""
         free = self.free.get((shape, dtype))
         buffer = free.pop() if free else super().take(shape, dtype, device)
         self._used[dtype] += buffer.nbytes
@@ -91,7 +82,6 @@ class PersistentPool(Pool):
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """For the next to take."""
         self._used[buffer.dtype] -= buffer.nbytes
         self.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
@@ -99,11 +89,7 @@ class PersistentPool(Pool):
 class LibraryRanks:
     """This library's ranks; they share random data, buffers, and shards of one size.
 
-    Attributes:
-        workload: what all ranks compute together.
-        placement: how it is spread, resolved (`inputs.resolve`).
-        share: a rank's own tokens, as a call on one device.
-        data: what others send.
+    The placement is resolved (`inputs.resolve`); `share` is a rank's own tokens, on one device.
     """
 
     def __init__(self, workload: Workload, placement: Placement, device: torch.device) -> None:
@@ -122,7 +108,6 @@ class LibraryRanks:
         return self._shards[tokens]
 
     def size(self, rank: int) -> int:
-        """Tokens in the shard of a rank."""
         return self.problem.size(Side.QUERY, rank)
 
     @property
@@ -132,13 +117,10 @@ class LibraryRanks:
         return 2 * self.workload.batch * (headdim + (headdim_v or headdim))
 
     def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> ReplayedRank:
-        """A rank of many.
+        """A rank of many; `link` None: messages cost nothing.
 
-        Args:
-            rank: which.
-            link: how it reaches the others; None: messages cost nothing.
-            keep_buffers: from run to run, which messages that cost nothing need for sane numbers.
-                All such ranks share them; their memory is not as it would be.
+        Such messages need `keep_buffers`, the same from run to run, for sane numbers. All ranks
+        share those, so that their memory is not as it would be.
         """
         shard, dout = self.shard(self.size(rank))
         wide = self.workload.torch_dtype.itemsize >= torch.float32.itemsize

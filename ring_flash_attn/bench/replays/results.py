@@ -16,57 +16,35 @@ Times = dict[str, float]  # ms of the forward pass, and of "both" passes togethe
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One launch or one post of a timeline.
+    """One launch or one post of a timeline."""
 
-    Attributes:
-        lane: "compute" or "transfers".
-        direction: "forward" or "backward".
-        label: number of its step.
-        start, end: ms since the run began.
-    """
-
-    lane: str
-    direction: str
-    label: str
-    start: float
+    lane: str  # COMPUTE or TRANSFERS
+    direction: str  # "forward" or "backward"
+    label: str  # number of its step
+    start: float  # ms since the run began
     end: float
 
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """What one pass of a rank launches, sends and holds; computed, not measured.
-
-    Attributes:
-        launches: of the kernel.
-        posts: with messages.
-        sent, received: bytes.
-        held: bytes beside inputs and outputs, by name; of each the most at any time.
-    """
+    """What one pass of a rank launches, sends and holds; counted, not measured."""
 
     launches: int
-    posts: int
-    sent: int
+    posts: int  # with messages
+    sent: int  # bytes
     received: int
-    held: dict[str, int]
+    held: dict[str, int]  # bytes beside inputs and outputs, by name; of each the most at any time
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Times and memory of one rank, or of one device, by passes.
+    """Times and memory of one rank, or of one device, by passes."""
 
-    Attributes:
-        removed: with messages that cost nothing; all there is on one device.
-        linked: over the emulated link, if there is one.
-        host: ms until all was queued of what `times` says.
-        peak: bytes above inputs, outputs and gradients; None where it cannot be measured.
-        runs: ms of every run, in order; `times` are their medians.
-    """
-
-    removed: Times
-    linked: Times | None
-    host: Times
-    peak: dict[str, int] | None
-    runs: dict[str, list[float]]
+    removed: Times  # with messages that cost nothing; all there is on one device
+    linked: Times | None  # over the emulated link, if there is one
+    host: Times  # ms until all was queued of what `times` says
+    peak: dict[str, int] | None  # bytes above inputs, outputs and gradients, where measured
+    runs: dict[str, list[float]]  # every run, in order; `times` are their medians
 
     @property
     def times(self) -> Times:
@@ -81,43 +59,27 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """One rank.
-
-    Attributes:
-        rank, tokens: which, and how many it holds.
-        pairs: (query, key) pairs that it computes, summed over query heads.
-        costs: of its forward and its backward pass; nothing for the baseline.
-        measured: times and memory.
-    """
+    """One rank."""
 
     rank: int
     tokens: int
-    pairs: int
-    costs: tuple[PassCost, ...]
+    pairs: int  # (query, key) pairs that it computes, summed over query heads
+    costs: tuple[PassCost, ...]  # of its forward and its backward pass; none of the baseline's
     measured: Measured
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """This library or the baseline: its ranks, and the same kernel on one device.
-
-    Attributes:
-        name: in words.
-        world_size: number of ranks.
-        flops_per_pair: of the forward pass, for a pair and a query head.
-        base_pairs, base: one rank's own tokens on one device; pairs are summed over query heads.
-        full_pairs, full: as many queries and keys without a mask.
-        ranks: those that were replayed.
-    """
+    """This library or the baseline: its ranks, and the same kernel on one device."""
 
     name: str
     world_size: int
-    flops_per_pair: int
-    base_pairs: int
-    base: Measured
-    full_pairs: int
+    flops_per_pair: int  # of the forward pass, for a pair and a query head
+    base_pairs: int  # of one rank's own tokens, summed over query heads
+    base: Measured  # these on one device
+    full_pairs: int  # of as many queries and keys without a mask
     full: Measured
-    ranks: tuple[RankResult, ...]
+    ranks: tuple[RankResult, ...]  # those that were replayed
 
     def theoretic(self, passes: str) -> float:
         """World size times the base: ms that a rank would take if scaling were ideal."""
@@ -127,8 +89,7 @@ class Design:
         """The rank that the others wait for."""
         return max(self.ranks, key=lambda each: each.measured.times[passes])
 
-    def rate(self, pairs: int, measured: Measured, passes: str) -> float:
-        """TFLOP/s."""
+    def rate(self, pairs: int, measured: Measured, passes: str) -> float:  # TFLOP/s
         return FLOPS[passes] * pairs * self.flops_per_pair / measured.times[passes] / 1e9
 
     def values(self, result: RankResult, passes: str) -> dict[str, float]:
@@ -153,26 +114,16 @@ class Design:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """All that a replay found.
+    """All that a replay found."""
 
-    Attributes:
-        workload: what all ranks compute together.
-        placement: how it is spread; the kernel is the one that was chosen.
-        device, versions: where.
-        repeats: rounds of the medians.
-        ours: this library.
-        baseline: ring-flash-attn 0.1.8's zigzag design, if asked for.
-        timeline: of the slowest rank, if asked for.
-    """
-
-    workload: Workload
-    placement: Placement
+    workload: Workload  # what all ranks compute together
+    placement: Placement  # with the kernel that was chosen
     device: str
     versions: dict[str, str]
-    repeats: int
+    repeats: int  # rounds of the medians
     ours: Design
-    baseline: Design | None = None
-    timeline: tuple[Bar, ...] = ()
+    baseline: Design | None = None  # ring-flash-attn 0.1.8's, if asked for
+    timeline: tuple[Bar, ...] = ()  # of the slowest rank, if asked for
 
     @property
     def link(self) -> Link | None:
@@ -181,12 +132,10 @@ class Replay:
 
     @property
     def designs(self) -> tuple[Design, ...]:
-        """This library's, and the baseline's if there is one."""
         return (self.ours,) if self.baseline is None else (self.ours, self.baseline)
 
     @property
     def title(self) -> str:
-        """Whose timeline it is."""
         return f"rank {self.ours.slowest(BOTH).rank} of {self.placement.world_size}"
 
     @property

@@ -156,7 +156,6 @@ def replay_ranks(
 
 
 def _block(baseline: Baseline) -> BlockAttention:
-    """What the baseline runs on."""
     if isinstance(baseline, bool):
         return NativeAttention("fa2")
     return NativeAttention(baseline) if isinstance(baseline, str) else baseline
@@ -194,7 +193,6 @@ def busiest_rank(workload: Workload, placement: Placement) -> int:
 
 
 def repeated(work: Work, times: int) -> Work:
-    """The work so many times in a row."""
 
     def run() -> None:
         for _ in range(times):
@@ -205,30 +203,20 @@ def repeated(work: Work, times: int) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A rank, or one device.
-
-    Attributes:
-        name: in words.
-        about: rank, tokens, pairs and costs, as in `RankResult`.
-        runs: with communication removed, and over the link if there is one.
-        peak: bytes above inputs, outputs and gradients, by passes.
-        in_a_row: a run does its work so often.
-    """
+    """A rank, or one device."""
 
     name: str
-    about: tuple[int, int, int, tuple[PassCost, ...]]
-    runs: Sequence[Passes]
+    about: tuple[int, int, int, tuple[PassCost, ...]]  # the beginning of a `RankResult`
+    runs: Sequence[Passes]  # with communication removed, and over the link if there is one
     peak: dict[str, int] | None
-    in_a_row: int = 1
+    in_a_row: int = 1  # a run does its work so often
 
     def works(self) -> Iterator[tuple[str, Work]]:
-        """What is timed, by name."""
         for passes, link in zip(self.runs, ("", ", with the link")):
             for what, work in (("forward", passes.forward), ("forward and backward", passes.both)):
                 yield f"{self.name}, {what}{link}", repeated(work, self.in_a_row)
 
     def result(self, found: Mapping[str, Samples]) -> RankResult:
-        """Medians of the samples."""
         samples = [found[name] / self.in_a_row for name, _ in self.works()]
         removed, counts = (dict(zip(_PASSES, each)) for each in (samples, samples[-2:]))
         times = {passes: each.median.device for passes, each in counts.items()}
