@@ -17,13 +17,7 @@ from ..bench.workload import FORWARD, Placement, Workload, find_link, rank_token
 from ..kernels.base import AUTO
 from . import options
 from .console import make_table, screen, status, usage_errors, write
-from .groups import (
-    check_backend,
-    check_no_group,
-    check_timeout,
-    check_world_size,
-    is_first_rank,
-)
+from .groups import check_group, check_no_group, check_world_size, is_first_rank
 from .replay import communication, shard_sizes
 from .versus import FAILED, compared, find_limits, find_versus, gigabytes, print_versus
 from .workloads import parse_offsets
@@ -188,10 +182,7 @@ def find_settings(
         emulated = find_link(link)
         check_link(emulated, where)
         return Settings(size, where, None, emulated, repeats, grad)
-    seconds = check_timeout(timeout)
-    if device is not None and ":" in device:
-        raise ValueError(f"--device {device}: ranks take GPUs in turn; say cuda")
-    group = check_backend(backend, where.type, size)
+    group, seconds = check_group(device, where.type, size, backend, timeout)
     return Settings(size, where, group, None, repeats, grad, seconds)
 
 
