@@ -9,13 +9,14 @@ balanced. NVLink 4 is emulated.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ring_flash_attn.bench import Replay, replay
 from ring_flash_attn.bench.inputs import call_of
-from ring_flash_attn.bench.machine import commit, machine, versions
+from ring_flash_attn.bench.machine import make_results
 from ring_flash_attn.bench.replays.results import replay_rows
 from ring_flash_attn.bench.results import Results
 from ring_flash_attn.bench.workload import BOTH, FORWARD, Workload
@@ -25,6 +26,7 @@ PACK = [8 * end for end in (0, 3104, 6304, 7904, 8064, 8192)]
 SHAPE = {"nheads": 32, "nheads_k": 8, "headdim": 128, "seqlen": 8192, "world_size": 8}
 KERNELS = ("fa4", "cudnn", "fa2", "triton")
 REPEATS = 7
+COMMAND = "python benchmarks/replays.py"
 
 
 def replayed() -> dict[str, dict]:
@@ -86,15 +88,10 @@ def main(path: str, *parts: str) -> None:
 
 def results(replays: dict[str, Replay]) -> Results:
     """What is known so far."""
-    return Results(
-        "python benchmarks/replays.py",
-        machine(torch.device("cuda", 0)),
-        versions(),
-        commit(),
-        {"repeats": REPEATS},
-        tuple(row for each in replays.values() for row in replay_rows(each)),
-        {"replays": {name: each.to_dict() for name, each in replays.items()}},
-    )
+    rows = [row for each in replays.values() for row in replay_rows(each)]
+    details = {"replays": {name: each.to_dict() for name, each in replays.items()}}
+    where, how = torch.device("cuda", 0), {"repeats": REPEATS}
+    return replace(make_results(rows, where, how, details=details), command=COMMAND)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.base import AUTO, check_kernel
-from ...plan.build import check_route
-from ...plan.layout import FLAT_PREFIX, get_layout
+from ...kernels.base import AUTO
+from ...plan.layout import FLAT_PREFIX
 from ..functions import PublicFunction, find_functions, own_arguments
 from ..inputs import resolve
 from ..versus import refuse_kernels
@@ -69,26 +68,24 @@ def choose_targets(
 ) -> list[Target]:
     """Functions, each with its workload, and its placement with the kernel that it gets.
 
-    Those that cannot run come last.
-
-    Args:
-        names: of functions, patterns, or parts; by default one function for each layout and route.
-        workload: of functions for batches; packed functions get as many documents.
-        placement: what all have in common: world size, link, heads_k_stride.
-        device: of a rank.
-        cu_seqlens: documents of packed functions instead.
-        layouts, routes: only these.
-        kernels: each of these.
-        versus: kernel that the others are compared with; "" if there are no others.
+    By default one for each layout and route; those that cannot run come last. The workload is of
+    functions for batches; packed ones get as many documents, or `cu_seqlens`. The others are
+    compared with the kernel `versus`, if there is one.
 
     Raises:
         ValueError: an unknown name, an option without effect, or documents that no function takes.
         NotImplementedError: a kernel can do nothing of it.
     """
-    for kernel in kernels:
-        check_kernel(kernel)
     points = _find_points(names, layouts, routes, cu_seqlens is not None)
-    _check_options(points, workload, placement, cu_seqlens)
+    if cu_seqlens is not None:
+        text = ",".join(map(str, cu_seqlens))
+        if not any(packed for *_, packed in points):
+            raise ValueError(f"--cu-seqlens {text}: none of the functions is for documents")
+        if workload.batch != 1 and all(packed for *_, packed in points):
+            raise ValueError(f"--batch {workload.batch}: --cu-seqlens says how many documents")
+    stride = placement.heads_k_stride
+    if stride is not None and all(route != "all_gather" for _, _, route, _ in points):
+        raise ValueError(f"--heads-k-stride {stride}: no function gathers keys")
     offsets = cu_seqlens or tuple(workload.seqlen * i for i in range(workload.batch + 1))
     documents = replace(workload, batch=1, cu_seqlens=offsets)
     found: dict[str, Target] = {}  # by name: two kernels may be the same one
@@ -97,8 +94,8 @@ def choose_targets(
         own = documents if packed else workload
         if function.form.startswith("qkv"):
             own = replace(own, nheads_k=own.nheads)
-        stride = placement.heads_k_stride or own.nheads_k if route == "all_gather" else None
-        point = replace(placement, layout=layout, route=route, heads_k_stride=stride)
+        heads = stride or own.nheads_k if route == "all_gather" else None
+        point = replace(placement, layout=layout, route=route, heads_k_stride=heads)
         tried = [(function, kernel) for kernel in _kernels_of(function, kernels)]
         if versus:
             tried.insert(0, (replace(function, prefix=""), versus))
@@ -128,10 +125,6 @@ def choose_targets(
 def _find_points(
     names: Sequence[str], layouts: Sequence[str], routes: Sequence[str], documents: bool
 ) -> list[_Point]:
-    for layout in layouts:
-        get_layout(layout)
-    for route in routes:
-        check_route(route)
     functions = [each for each in find_functions(names) if each.is_distributed]
     if not functions:
         raise ValueError(f"{', '.join(names)}: on one device, and so not for this command")
@@ -153,24 +146,6 @@ def _find_points(
         chosen = (" or ".join(each) or "any" for each in (layouts, routes))
         raise ValueError("no function has layout {} and route {}".format(*chosen))
     return found
-
-
-def _check_options(
-    points: Sequence[_Point],
-    workload: Workload,
-    placement: Placement,
-    cu_seqlens: tuple[int, ...] | None,
-) -> None:
-    """ValueError for options that no function would use."""
-    if cu_seqlens is not None:
-        text = ",".join(map(str, cu_seqlens))
-        if not any(packed for *_, packed in points):
-            raise ValueError(f"--cu-seqlens {text}: none of the functions is for documents")
-        if workload.batch != 1 and all(packed for *_, packed in points):
-            raise ValueError(f"--batch {workload.batch}: --cu-seqlens says how many documents")
-    stride = placement.heads_k_stride
-    if stride is not None and all(route != "all_gather" for _, _, route, _ in points):
-        raise ValueError(f"--heads-k-stride {stride}: no function gathers keys")
 
 
 def _kernels_of(function: PublicFunction, kernels: Sequence[str]) -> tuple[str, ...]:
