@@ -193,9 +193,9 @@ def _table(design: Design) -> Table:
 
 
 def _costs(replay: Replay) -> Table:
-    """What the slowest rank sends and holds, by name; computed, not measured."""
+    """What the slowest rank sends and holds, by name."""
     result = replay.ours.slowest(BOTH)
-    title = f"rank {result.rank}: what it sends and holds (computed)"
+    title = f"rank {result.rank}: what it sends and holds (counted)"
     table = make_table([""], ["launches", "posts", "sent MiB", "received MiB"], title)
     table.add_column("held beside inputs, outputs and gradients, MiB")
     for name, cost in zip((FORWARD, BACKWARD), result.costs, strict=True):

@@ -187,21 +187,27 @@ def _measure(
     """
     left, failed, crashes = list(targets), dict[str, str](), 0
     items: list[list[Any]] = []  # of all ranks: a trial of each target, then the rounds
-    while left:
-        items = []
+    while left and crashes < MOST_CRASHES:
+        items, crash = [], ""
         try:
             _collect(left, settings, report, items)
-            failed |= _failures(left, items)
+        except launch.RanksFailed as error:
+            crash = str(error)
+        if crash and len(items) >= len(left):
+            raise launch.RanksFailed(f"while timing, {crash}")
+        failed |= {
+            target.name: trial  # in the words of the first rank that failed
+            for target, trials in zip(left, items)
+            for trial in reversed(trials)
+            if isinstance(trial, str)
+        }
+        if not crash:
             break
-        except launch.RanksFailed as failure:
-            if len(items) >= len(left):
-                raise launch.RanksFailed(f"while timing, {failure}") from None
-            failed |= {**_failures(left, items), left[len(items)].name: str(failure)}
+        failed[left[len(items)].name] = crash
         left = [each for each in left if each.name not in failed]
         crashes += 1
-        if crashes == MOST_CRASHES:
-            failed |= {each.name: f"not run after {crashes} crashes" for each in left}
-            break
+    else:
+        failed |= {each.name: f"not run after {crashes} crashes" for each in left}
     rounds = items[len(left) :]
     rows = {
         (target.name, passes): slowest_rank(target, settings, passes, trials, rounds)
@@ -228,16 +234,6 @@ def _collect(
         items.append(next(arriving))
     for _ in arriving:  # until the ranks have ended
         pass
-
-
-def _failures(targets: Sequence[Target], items: Sequence[Sequence[Trial]]) -> dict[str, str]:
-    """Why targets could not be timed, in the words of the first rank that failed."""
-    return {
-        target.name: trial
-        for target, trials in zip(targets, items)
-        for trial in reversed(trials)
-        if isinstance(trial, str)
-    }
 
 
 def slowest_rank(
