@@ -65,14 +65,14 @@ def rank_tokens(cu_seqlens: Sequence[int], world_size: int, seqlen: int | None =
         ValueError: there are fewer tokens than ranks, or not `seqlen` for each.
     """
     tokens = sum(lengths_of(cu_seqlens))
-    if tokens < world_size:
-        raise ValueError(f"cu_seqlens ends at {tokens}: fewer tokens than {world_size} ranks")
     if seqlen is not None and tokens != seqlen * world_size:
         raise ValueError(
             f"seqlen {seqlen} and cu_seqlens {','.join(map(str, cu_seqlens))}: offsets are those "
             "of the whole stream over all ranks, no longer those of a rank, and must end at "
             f"{world_size} × {seqlen} = {world_size * seqlen}"
         )
+    if tokens < world_size:
+        raise ValueError(f"cu_seqlens ends at {tokens}: fewer tokens than {world_size} ranks")
     return tokens // world_size
 
 

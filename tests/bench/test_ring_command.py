@@ -338,7 +338,6 @@ def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> 
             "seqlen 12 and cu_seqlens 0,5,12: offsets are those of the whole stream",
         ),
         (("--cu-seqlens", "0,5,47"), "must end at 4 × 12 = 48"),
-        (("--cu-seqlens", "0,3"), "ends at 3: fewer tokens than 4 ranks"),
         (("llama3_*", "--cu-seqlens", "0,5,48", "--batch", "2"), "--batch 2: --cu-seqlens says"),
         (("--heads-k-stride", "3"), "heads_k_stride"),
         (("ring_flash_attn_func", "--heads-k-stride", "1"), "no function gathers"),
@@ -359,6 +358,12 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], words: str) -> No
     result = rfa(*SHAPE, "--device", "cpu", *arguments)
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.output.replace("│", " ").split())
+
+
+def test_fewer_tokens_than_ranks_are_refused() -> None:
+    result = rfa("--device", "cpu", "--cu-seqlens", "0,3")
+    assert result.exit_code == 2, result.output
+    assert "cu_seqlens ends at 3: fewer tokens than 4 ranks" in result.output
 
 
 def test_help_has_examples() -> None:
