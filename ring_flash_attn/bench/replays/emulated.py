@@ -1,11 +1,7 @@
 """Emulated ranks and the link to them: what a replayed rank has in place of all others.
 
-A post with a link goes to streams of its own, behind the current stream and earlier posts. There
-it takes `Link.seconds(bytes sent, bytes received)`; meanwhile what would arrive is copied from
-random data. So a kernel that needs a message waits as long as it would, and one that does not is
-not held up. Without a link, messages cost nothing: a buffer gets random data once. Other ranks
-never come late, and NCCL's kernels take no SMs. A `Recorder` notes when each launch and
-each transfer of one run begins and ends.
+docs/design.md (Replays) says what is emulated and what is not. A `Recorder` notes what one run
+launches and sends, and when.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from torch import Tensor
 from ...comm import Message
 from ...kernels.base import Kernel
 from ...plan.steps import Plan
+from ..timing import synchronize
 from ..workload import BACKWARD, FORWARD, Link
 from .results import COMPUTE, TRANSFERS, Bar
 
@@ -48,6 +45,7 @@ class RandomData:
         row = _is_row(tensor)
         made = self._made.get((tensor.dtype, row))
         if made is None or made.numel() < tensor.numel():
+            synchronize(self._device)  # a copy on another stream may still read the smaller one
             made = torch.randn(tensor.numel(), dtype=tensor.dtype, device=self._device)
             self._made[tensor.dtype, row] = made.add_(_USUAL_LSE) if row else made
         return made[: tensor.numel()].view(tensor.shape)
@@ -56,9 +54,7 @@ class RandomData:
 class Recorder:
     """Notes launches and posts: events of the current stream on a GPU, the host's clock elsewhere.
 
-    Attributes:
-        direction: what comes next belongs to.
-        costs: of each direction, as in `PassCost`.
+    What comes next belongs to `direction`; `costs` are those of each, as in `PassCost`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -226,14 +222,11 @@ def check_link(link: Link | None, device: torch.device) -> None:
 class EmulatedRanks:
     """All other ranks of a group, for one that runs without them.
 
-    Attributes:
-        link: how they are reached; None: messages cost nothing. Then a buffer gets random data when
-            it is seen for the first time, and is later left as it is. So buffers have to stay the
-            same from run to run (`PersistentPool`).
-        always_copies: even if messages cost nothing. In fp32 and fp64, what kernels read lies where
-            gradients were, and would grow from run to run. Numbers of rows, which are few, are
-            always copied: as an lse, what a state left behind may be −inf.
-        recorder: gets each post, if there is one.
+    Without a link, messages cost nothing: a buffer gets random data when it is seen for the first
+    time, and is then left as it is, so buffers have to stay the same (`PersistentPool`). With
+    `always_copies` they get it each time: in fp32 and fp64, what kernels read lies where gradients
+    were, and would grow from run to run. Numbers of rows, which are few, are always copied: as an
+    lse, what a state left behind may be −inf.
     """
 
     def __init__(
