@@ -269,22 +269,19 @@ def _print_table(console: Console, rows: list[Row], passes: str) -> None:
     table = make_table(_LABELS, _COLUMNS, title)
     best = max((row.values["efficiency_percent"] for row in rows if row.values), default=None)
     for row in rows:
-        table.add_row(*(label(row) for label in _LABELS.values()), *_cells(row, best))
+        cells = [FAILED]
+        if row.ms is not None:
+            size, theoretic = row.placement["world_size"], 1e3 / row.values["theoretic_ms"]
+            share = row.values["efficiency_percent"]
+            cells = [
+                f"{theoretic * size:.1f}/{size} = {theoretic:.1f}",
+                f"{row.values['iterations_per_second']:.1f}",
+                f"{row.ms:.3f}",
+                f"[bold]{share:.1f}[/]" if share == best else f"{share:.1f}",
+                gigabytes(row),
+            ]
+        table.add_row(*(label(row) for label in _LABELS.values()), *cells)
     console.print(table)
-
-
-def _cells(row: Row, best: float | None) -> list[str]:
-    if row.ms is None:
-        return [FAILED, "", "", "", ""]
-    size, theoretic = row.placement["world_size"], 1e3 / row.values["theoretic_ms"]
-    share = row.values["efficiency_percent"]
-    return [
-        f"{theoretic * size:.1f}/{size} = {theoretic:.1f}",
-        f"{row.values['iterations_per_second']:.1f}",
-        f"{row.ms:.3f}",
-        f"[bold]{share:.1f}[/]" if share == best else f"{share:.1f}",
-        gigabytes(row),
-    ]
 
 
 def _notes(rows: Rows, settings: Settings, several: bool) -> Iterator[str]:

@@ -131,7 +131,9 @@ def replay_ranks(
     ours = LibraryRanks(workload, placement, device)
     designs: list[LibraryRanks | BaselineRanks] = [ours]
     if baseline is not False:
-        designs.append(BaselineRanks(ours, _block(baseline)))
+        block = "fa2" if baseline is True else baseline
+        block = NativeAttention(block) if isinstance(block, str) else block
+        designs.append(BaselineRanks(ours, block))
     with on_device(device):
         timed = [list(_timed(each, ours, chosen, report)) for each in designs]
         watch = Stopwatch(device)
@@ -153,12 +155,6 @@ def replay_ranks(
     theirs = found[1] if len(found) > 1 else None
     where = device_name(device), versions()
     return Replay(workload, placement, *where, repeats, found[0], theirs, bars)
-
-
-def _block(baseline: Baseline) -> BlockAttention:
-    if isinstance(baseline, bool):
-        return NativeAttention("fa2")
-    return NativeAttention(baseline) if isinstance(baseline, str) else baseline
 
 
 def check_replay(workload: Workload, placement: Placement, device: torch.device) -> Placement:
