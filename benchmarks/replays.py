@@ -9,21 +9,23 @@ balanced. NVLink 4 is emulated.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ring_flash_attn.bench import Replay, replay
-from ring_flash_attn.bench.machine import commit, machine, versions
+from ring_flash_attn.bench.machine import make_results
 from ring_flash_attn.bench.replays.results import replay_rows
 from ring_flash_attn.bench.results import Results
-from ring_flash_attn.bench.workload import Workload, call_of
+from ring_flash_attn.bench.workload import BOTH, FORWARD, Workload, call_of
 from ring_flash_attn.kernels.base import why_not
 
 PACK = [8 * end for end in (0, 3104, 6304, 7904, 8064, 8192)]
 SHAPE = {"nheads": 32, "nheads_k": 8, "headdim": 128, "seqlen": 8192, "world_size": 8}
 KERNELS = ("fa4", "cudnn", "fa2", "triton")
 REPEATS = 7
+COMMAND = "python benchmarks/replays.py"
 
 
 def replayed() -> dict[str, dict]:
@@ -56,15 +58,18 @@ def line(name: str, found: Replay) -> str:
     """The slowest rank: efficiency, that against full blocks, exposed ms, MiB over the base's."""
     cells = []
     for design in found.designs:
-        rank = design.slowest(both=True)
-        whole, full = design.efficiency(rank), design.full_rate_efficiency(rank)
-        exposed, peak, base = rank.measured.exposed, rank.measured.peak, design.base.peak
-        cells.append(
-            f"{whole.forward:6.1f} {whole.both:6.1f} %  full {full.forward:6.1f} {full.both:6.1f} %"
-            + (f"  exposed {exposed.forward:5.2f} {exposed.both:5.2f} ms" if exposed else "")
-            + (f"  {peak.both >> 20} MiB, {base.both >> 20} alone" if peak and base else "")
-            + ("  HOST" if rank.measured.is_host_bound else "")
+        rank = design.slowest(BOTH)
+        first, both = (design.values(rank, passes) for passes in (FORWARD, BOTH))
+        peak, base = rank.measured.peak, design.base.peak
+        whole, full = "efficiency_percent", "full_rate_efficiency_percent"
+        text = (
+            f"{first[whole]:6.1f} {both[whole]:6.1f} %  full {first[full]:6.1f} {both[full]:6.1f} %"
         )
+        if "exposed_ms" in both:
+            text += f"  exposed {first['exposed_ms']:5.2f} {both['exposed_ms']:5.2f} ms"
+        if peak and base:
+            text += f"  {peak[BOTH] >> 20} MiB, {base[BOTH] >> 20} alone"
+        cells.append(text + "  HOST" * rank.measured.is_host_bound)
     return f"{name:58s} " + "\n    baseline ".join(cells)
 
 
@@ -82,15 +87,10 @@ def main(path: str, *parts: str) -> None:
 
 def results(replays: dict[str, Replay]) -> Results:
     """What is known so far."""
-    return Results(
-        "python benchmarks/replays.py",
-        machine(torch.device("cuda", 0)),
-        versions(),
-        commit(),
-        {"repeats": REPEATS},
-        tuple(row for each in replays.values() for row in replay_rows(each)),
-        {"replays": {name: each.to_dict() for name, each in replays.items()}},
-    )
+    rows = [row for each in replays.values() for row in replay_rows(each)]
+    details = {"replays": {name: each.to_dict() for name, each in replays.items()}}
+    where, how = torch.device("cuda", 0), {"repeats": REPEATS}
+    return replace(make_results(rows, where, how, details=details), command=COMMAND)
 
 
 if __name__ == "__main__":

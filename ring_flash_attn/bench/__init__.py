@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .link import LINKS, Link, find_link
+from .workload import LINKS, Link, find_link
 
 if TYPE_CHECKING:
     from .replays.results import Replay

@@ -26,6 +26,10 @@ _PHRASES = {  # what the library says where the command line has an option
     "the number of KV heads": "--nheads-k (KV heads)",
     "CUDA graphs need": "--graphs: CUDA graphs need",
     "the baseline:": "--baseline:",
+    "a bandwidth of": "--link-gbps",
+    "the link's bandwidth": "--link-gbps",
+    "a latency of": "--latency-us",
+    "the link's latency": "--latency-us",
 }
 
 

@@ -16,7 +16,6 @@ from ..plan.layout import get_layout, layout_names
 from ..plan.problem import Problem
 from . import options as o
 from .console import usage_errors, write
-from .groups import check_lengths
 from .options import parse_offsets, parse_window
 
 
@@ -67,7 +66,9 @@ def draw(
             raise ValueError(f"--heads-k-stride {heads_k_stride}: not with route {route!r}")
         if nheads_k % (heads_k_stride or nheads_k):
             raise ValueError(f"--heads-k-stride {heads_k_stride} must divide --nheads-k {nheads_k}")
-        check_lengths(seqlen, cu_seqlens)
+        if seqlen is not None and cu_seqlens is not None:
+            message = f"--seqlen {seqlen} and --cu-seqlens {cu_seqlens}: give one of them"
+            raise ValueError(message)
         workload = Workload(
             batch=1,
             seqlen=16 if seqlen is None else seqlen,

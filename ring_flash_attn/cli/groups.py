@@ -29,33 +29,29 @@ def check_world_size(world_size: int | None, default: int) -> int:
     return joined[1]
 
 
-def check_timeout(timeout: float | None) -> float:
-    """The user's, or the default; ValueError for one that would mean nothing."""
-    from ..comm import launch
-
-    if timeout is None:
-        return _TIMEOUT
-    if not timeout > 0:
-        raise ValueError(f"--timeout must be positive, not {timeout:g}")
-    if launch.torchrun_rank() is not None:
-        raise ValueError(f"--timeout {timeout:g}: torchrun itself watches the ranks it started")
-    return timeout
-
-
-def check_backend(backend: str | None, device: str, world_size: int) -> str:
-    """The backend of the group; ValueError for one that there is not, or not here."""
+def check_group(
+    device: str | None, kind: str, world_size: int, backend: str | None, timeout: float | None
+) -> tuple[str, float]:
+    """The backend of the group and seconds that a rank may take; ValueError for wrong options."""
     import torch
 
     from ..comm import launch
 
-    if backend is None:
-        return launch.default_backend(device, world_size)
-    if backend not in BACKENDS:
+    if device is not None and ":" in device:
+        raise ValueError(f"--device {device}: ranks take GPUs in turn; say cuda")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"--timeout must be positive, not {timeout:g}")
+    if timeout is not None and launch.torchrun_rank() is not None:
+        raise ValueError(f"--timeout {timeout:g}: torchrun itself watches the ranks it started")
+    if backend not in (None, *BACKENDS):
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if backend == "nccl" and (device == "cpu" or torch.cuda.device_count() < here):
+    if backend == "nccl" and (kind == "cpu" or torch.cuda.device_count() < here):
         raise ValueError(f"--backend nccl needs a GPU for each of {here} ranks")
-    return backend
+    return (
+        backend or launch.default_backend(kind, world_size),
+        _TIMEOUT if timeout is None else timeout,
+    )
 
 
 def check_no_group(why: str, backend: str | None, timeout: float | None) -> None:
@@ -63,22 +59,3 @@ def check_no_group(why: str, backend: str | None, timeout: float | None) -> None
     for name, value in (("--backend", backend), ("--timeout", timeout)):
         if value is not None:
             raise ValueError(f"{name} {value}: {why}, without a group")
-
-
-def check_lengths(seqlen: int | None, cu_seqlens: str | None) -> None:
-    """ValueError for both: they say the same thing."""
-    if seqlen is not None and cu_seqlens is not None:
-        raise ValueError(f"--seqlen {seqlen} and --cu-seqlens {cu_seqlens}: give one of them")
-
-
-def check_stream(seqlen: int | None, tokens: int, world_size: int) -> None:
-    """ValueError unless --cu-seqlens, with so many tokens, and --seqlen of each rank agree."""
-    if tokens < world_size:
-        raise ValueError(f"--cu-seqlens ends at {tokens}: fewer tokens than {world_size} ranks")
-    if seqlen is None or tokens == seqlen * world_size:
-        return
-    message = f"--cu-seqlens ends at {tokens}, but {world_size} ranks of --seqlen {seqlen}"
-    message += f" hold {seqlen * world_size} tokens"
-    if tokens == seqlen:
-        message += "; since this version offsets are of the whole stream, not of a rank's shard"
-    raise ValueError(message)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ..bench.link import NONE, find_link
 from ..bench.replays.results import Design, Measured, Replay, replay_rows
 from ..bench.results import ON_CPU, cell, check_output, make_table
-from ..bench.workload import BACKWARD, BOTH, FORWARD
+from ..bench.workload import BACKWARD, BOTH, FORWARD, NONE, Link, find_link
 from ..kernels.base import AUTO, LIBRARIES
 from . import options
 from .console import screen, status, usage_errors, write
@@ -87,7 +85,7 @@ def replay(
     with usage_errors():
         for path in (json_file, svg):
             check_output(path)
-        _check_link(link or NONE, link_gbps, latency_us)
+        emulated = find_link(link, link_gbps, latency_us)
         where = find_device(device, "a replay")
         with status(console, "replaying") as report:
             found = run_replay(
@@ -106,7 +104,7 @@ def replay(
                 causal=bool(causal),
                 heads_k_stride=heads_k_stride,
                 sources_per_launch=sources_per_launch,
-                link=find_link(link or NONE, link_gbps, latency_us),
+                link=emulated,
                 repeats=repeats,
                 device=where,
                 baseline=baseline_kernel or baseline,
@@ -126,87 +124,79 @@ def replay(
         write(console, draw_timeline(found), svg)
 
 
-def _check_link(link: str, gbps: float | None, latency_us: float | None) -> None:
-    """ValueError for numbers that are none of a link, or a name and numbers."""
-    if gbps is not None and not 0 < gbps < math.inf:
-        raise ValueError(f"--link-gbps must be positive, not {gbps:g}")
-    if latency_us is not None and not 0 <= latency_us < math.inf:
-        raise ValueError(f"--latency-us must not be negative, but is {latency_us:g}")
-    if gbps is not None and link != NONE:
-        raise ValueError(f"--link {link} and --link-gbps {gbps:g}: give one of them")
-    if latency_us is not None and gbps is None and link == NONE:
-        raise ValueError(f"--latency-us {latency_us:g} needs --link or --link-gbps")
-
-
 def explain(replay: Replay) -> Iterator[str]:
     """What was run, what was emulated, and what was not there."""
-    workload, placement = replay.workload, replay.placement
+    placement = replay.placement
     yield (
         f"A replay of {placement}: ranks of {placement.world_size}, one at a time, on one device "
         f"({replay.device}). No other rank is there."
     )
-    tokens = f"{workload.seqlen // placement.world_size} tokens"
-    if workload.packed:
-        tokens += f" of {len(workload.lengths)} documents ({workload.seqlen} tokens)"
-    yield (
-        f"Each rank: {tokens}, batch {workload.batch}, heads {workload.nheads}/"
-        f"{workload.nheads_k}, headdim {workload.headdim}, {workload.dtype}, "
-        f"{'causal' if workload.causal else 'full'}."
-    )
+    yield f"Each rank: {shard_sizes(placement.describe(replay.workload))}."
     if placement.sources_per_launch is not None and placement.world_size > 1:
         sources = placement.sources_per_launch
         others = "one other rank" if sources == 1 else f"up to {sources} other ranks"
         yield f"A launch takes the keys of {others}."
     yield "Kernels, merges, buffers and streams are a real rank's; what it receives is random data."
-    if replay.link is None:
-        yield "Communication is removed: messages cost nothing."
-    else:
-        yield (
-            f"Communication is emulated, {replay.link}: a copy within the device, and waiting. "
-            "Other ranks never come late."
-        )
+    yield communication(replay.link)
     yield f"Medians of {replay.repeats} interleaved rounds, in ms."
+
+
+def shard_sizes(workload: Mapping[str, Any]) -> str:
+    """A rank's part of a workload, as rows of results have it."""
+    w, lengths = workload, workload.get("lengths", ())
+    documents = f" of {len(lengths)} documents ({sum(lengths)} tokens)" * (len(lengths) > 1)
+    return (
+        f"{w['seqlen']} tokens{documents}, batch {w['batch']}, heads {w['nheads']}/{w['nheads_k']}"
+        f", headdim {w['headdim']}, {w['dtype']}, {'causal' if w['causal'] else 'full'}"
+    )
+
+
+def communication(link: Link | None) -> str:
+    """What a replay has in place of the other ranks' messages."""
+    if link is None:
+        return "Communication is removed: messages cost nothing. --link emulates one."
+    return (
+        f"Communication is emulated, {link}: a copy within the device, and waiting. "
+        "Other ranks never come late."
+    )
 
 
 def _table(design: Design) -> Table:
     """A row for each rank, the slowest, and what one device takes."""
     columns = ("TFLOP/s", "eff. %", "full %", "exposed", "MiB")
     table = make_table([""], ["forward ms", *columns, "fwd+bwd ms", *columns], design.name)
+
+    def cells(passes: str, pairs: int, measured: Measured, more: Sequence[str]) -> list[str]:
+        rate = design.rate(pairs, measured, passes)
+        peak = None if measured.peak is None else measured.peak[passes] / _MIB
+        return [f"{measured.times[passes]:.3f}", f"{rate:.4g}", *more, cell(peak, ".0f")]
+
     rows = [(f"rank {each.rank}", each, each) for each in design.ranks]
-    if len(design.ranks) > 1:
-        rows.append(("slowest", design.slowest(both=False), design.slowest(both=True)))
+    if len(rows) > 1:
+        rows.append(("slowest", design.slowest(FORWARD), design.slowest(BOTH)))
     for name, *ranks in rows:
-        cells = []
+        row = []
         for each, passes in zip(ranks, (FORWARD, BOTH), strict=True):
-            shares = (design.efficiency(each), design.full_rate_efficiency(each))
-            exposed = None if each.measured.exposed is None else each.measured.exposed[passes]
-            more = [*(f"{share[passes]:.1f}" for share in shares), cell(exposed)]
-            cells += _cells(design, each.pairs, each.measured, passes, more)
-        table.add_row(name, *cells, style="bold" if name == "slowest" else None)
+            values = design.values(each, passes)
+            shares = (values["efficiency_percent"], values["full_rate_efficiency_percent"])
+            more = [*(f"{share:.1f}" for share in shares), cell(values.get("exposed_ms"))]
+            row += cells(passes, each.pairs, each.measured, more)
+        table.add_row(name, *row, style="bold" if name == "slowest" else None)
     for name, pairs, measured in (
         ("base", design.base_pairs, design.base),
         ("no mask", design.full_pairs, design.full),
     ):
-        both = (_cells(design, pairs, measured, passes, [""] * 3) for passes in (FORWARD, BOTH))
+        both = (cells(passes, pairs, measured, [""] * 3) for passes in (FORWARD, BOTH))
         table.add_row(name, *chain.from_iterable(both))
-    times = f"{design.theoretic.forward:.3f}", *[""] * 5, f"{design.theoretic.both:.3f}"
-    table.add_row(f"{design.world_size} × base", *times)
+    first, second = (f"{design.theoretic(passes):.3f}" for passes in (FORWARD, BOTH))
+    table.add_row(f"{design.world_size} × base", first, *[""] * 5, second)
     return table
 
 
-def _cells(
-    design: Design, pairs: int, measured: Measured, passes: str, more: list[str]
-) -> list[str]:
-    """Time, rate, more, and memory."""
-    time, rate = measured.times[passes], design.rate(pairs, measured.times)[passes]
-    peak = None if measured.peak is None else measured.peak[passes] / _MIB
-    return [f"{time:.3f}", f"{rate:.4g}", *more, cell(peak, ".0f")]
-
-
 def _costs(replay: Replay) -> Table:
-    """What the slowest rank sends and holds, by name; computed, not measured."""
-    result = replay.ours.slowest(both=True)
-    title = f"rank {result.rank}: what it sends and holds (computed)"
+    """What the slowest rank sends and holds, by name."""
+    result = replay.ours.slowest(BOTH)
+    title = f"rank {result.rank}: what it sends and holds (counted)"
     table = make_table([""], ["launches", "posts", "sent MiB", "received MiB"], title)
     table.add_column("held beside inputs, outputs and gradients, MiB")
     for name, cost in zip((FORWARD, BACKWARD), result.costs, strict=True):

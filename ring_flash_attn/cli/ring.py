@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
-from ..bench.link import NONE, find_link
-from ..bench.results import check_output
-from ..bench.workload import Placement, Workload, lengths_of
+from ..bench.results import ON_CPU, Limits, Row, cell, check_output, make_table
+from ..bench.workload import FORWARD, Placement, Workload, find_link, rank_tokens
 from ..kernels.base import AUTO
 from . import options
-from .console import screen, status, usage_errors, write
-from .groups import (
-    check_backend,
-    check_no_group,
-    check_stream,
-    check_timeout,
-    check_world_size,
-    is_first_rank,
-)
+from .console import FAILED, print_versus, screen, status, usage_errors, write
+from .groups import check_group, check_no_group, check_world_size, is_first_rank
 from .options import compared, find_limits, find_versus, parse_offsets
+from .replay import communication, shard_sizes
 
 if TYPE_CHECKING:
-    from ..bench.ranks import Settings
+    from ..bench.ranks import Rows, Settings, Target
 
 _RANKS_ON_ONE_GPU, _RANKS_ON_CPU = 8, 4
 _SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"seqlen": 8192, "nheads": 32, "nheads_k": 8, "headdim": 128, "dtype": "bfloat16"},
     "cpu": {"seqlen": 256, "nheads": 4, "nheads_k": 2, "headdim": 32, "dtype": "float32"},
+}
+
+_COLUMNS = ("theoretic iter/s", "iter/s", "ms", "eff. %", "GB")
+_LABELS = {
+    "function": lambda row: str(row.placement["function"]),
+    "layout × route × kernel": lambda row: " × ".join(
+        (row.placement["layout"], row.placement["route"], row.implementation)
+    ),
 }
 
 Names = Annotated[
@@ -101,7 +106,6 @@ def ring(
     from ..bench.machine import make_results
     from ..bench.ranks import choose_targets, time_targets
     from ..comm import launch
-    from .ring_tables import print_rows
 
     kernels, baseline = find_versus(kernel or [AUTO], versus)
     sizes = {"seqlen": seqlen, "nheads": nheads, "nheads_k": nheads_k, "headdim": headdim}
@@ -132,7 +136,7 @@ def ring(
     except launch.RanksFailed as failure:
         console.print(f"nothing could be timed: {failure}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    passed = print_rows(console, rows, settings, targets, baseline, limits)
+    passed = _print_rows(console, rows, settings, targets, baseline, limits)
     if is_first_rank():
         details = {"replays": {name: each.to_dict() for name, each in replays.items()}}
         how = {"repeats": repeats, **compared(baseline, limits)}
@@ -172,13 +176,10 @@ def find_settings(
         if joined:
             raise ValueError("--replay and --link need one process: start it without torchrun")
         check_no_group("this is a replay on one device", backend, timeout)
-        emulated = find_link(NONE if link is None else link)
+        emulated = find_link(link)
         check_link(emulated, where)
         return Settings(size, where, None, emulated, repeats, grad)
-    seconds = check_timeout(timeout)
-    if device is not None and ":" in device:
-        raise ValueError(f"--device {device}: ranks take GPUs in turn; say cuda")
-    group = check_backend(backend, where.type, size)
+    group, seconds = check_group(device, where.type, size, backend, timeout)
     return Settings(size, where, group, None, repeats, grad, seconds)
 
 
@@ -186,9 +187,110 @@ def _workload(settings: Settings, offsets: tuple[int, ...] | None, **sizes: Any)
     """Of functions for batches, over all ranks; --seqlen is that of a rank."""
     world_size = settings.world_size
     if offsets is not None:
-        tokens = sum(lengths_of(offsets))
-        check_stream(sizes["seqlen"], tokens, world_size)
-        sizes["seqlen"] = tokens // world_size
+        sizes["seqlen"] = rank_tokens(offsets, world_size, sizes["seqlen"])
     changes = {name: value for name, value in sizes.items() if value is not None}
     values = {**_SIZES[settings.device.type], **changes}
     return Workload(**{**values, "seqlen": values["seqlen"] * world_size})
+
+
+def _print_rows(
+    console: Console,
+    rows: Rows,
+    settings: Settings,
+    targets: Sequence[Target],
+    versus: str,
+    limits: Limits | None,
+) -> bool:
+    """Print what was run, a table for each passes, what failed, how to read it; the comparison.
+
+    Returns:
+        Whether the gate, if there is one, lets everything through.
+    """
+    for line in _explain(rows, settings):
+        console.print(line, markup=False)
+    for passes in settings.passes:
+        _print_table(console, [row for row in rows.values() if row.passes == passes], passes)
+    failures = {name: row.failed for (name, _), row in rows.items() if row.failed is not None}
+    for name, why in failures.items():
+        console.print(f"{FAILED} {escape(name)}")
+        console.print("  " + why.replace("\n", "\n  "), markup=False)
+    for line in _notes(rows, settings, bool(versus)):
+        console.print(line, markup=False)
+    if not versus:
+        return True
+    groups = [
+        (
+            rows[base, passes],
+            [rows[t.name, passes] for t in targets if t.name != t.baseline == base],
+        )
+        for passes in settings.passes
+        for base in dict.fromkeys(target.baseline for target in targets)
+    ]
+    return print_versus(console, groups, versus, _LABELS, limits)
+
+
+def _explain(rows: Rows, settings: Settings) -> Iterator[str]:
+    """What was run: ranks, their shards (more lines where functions differ), rounds."""
+    from ..bench.machine import device_name
+    from ..comm import launch
+
+    size, where = settings.world_size, device_name(settings.device)
+    counts = "of each run the slowest rank counts"
+    if settings.is_replay:
+        counts = "the slowest of them counts"
+        yield (
+            f"Replays of {size} ranks (the first, the last and the one with most pairs), one at a "
+            f"time, on one device ({where}): no other is there, and what they receive is random "
+            "data."
+        )
+        yield communication(settings.link)
+    else:
+        origin = "of torchrun" if launch.torchrun_rank() else "in new processes"
+        yield f"{size} rank{'s' * (size > 1)} {origin} over {settings.used_backend}, {where}."
+        if settings.device.type == "cuda" and settings.used_backend == "gloo":
+            yield "gloo takes what GPUs send through the host: times say little about NCCL."
+    shards: dict[str, list[str]] = {}
+    for (name, _), row in rows.items():
+        shards.setdefault(shard_sizes(row.workload), []).append(name)
+    most = max(shards, key=lambda line: len(shards[line]))
+    yield f"Each rank: {most}."
+    for line, names in shards.items():
+        if line != most:
+            yield f"{', '.join(dict.fromkeys(names))}: {line}."
+    rounds = f"{settings.repeats} interleaved rounds" if settings.repeats > 1 else "one round"
+    yield f"Medians of {rounds}; {counts}."
+
+
+def _print_table(console: Console, rows: list[Row], passes: str) -> None:
+    title = "forward" if passes == FORWARD else "forward and backward"
+    table = make_table(_LABELS, _COLUMNS, title)
+    best = max((row.values["efficiency_percent"] for row in rows if row.values), default=None)
+    for row in rows:
+        cells = [FAILED]
+        if row.ms is not None:
+            size, theoretic = row.placement["world_size"], 1e3 / row.values["theoretic_ms"]
+            share = row.values["efficiency_percent"]
+            cells = [
+                f"{theoretic * size:.1f}/{size} = {theoretic:.1f}",
+                f"{row.values['iterations_per_second']:.1f}",
+                f"{row.ms:.3f}",
+                f"[bold]{share:.1f}[/]" if share == best else f"{share:.1f}",
+                cell(row.peak_bytes, per=1e9),
+            ]
+        table.add_row(*(label(row) for label in _LABELS.values()), *cells)
+    console.print(table)
+
+
+def _notes(rows: Rows, settings: Settings, several: bool) -> Iterator[str]:
+    yield "theoretic: iter/s of the same kernel on one device, with one rank's tokens, / number of"
+    yield "           ranks: each meets the keys of all. eff.: theoretic / measured time."
+    yield "GB: most memory above inputs, outputs and gradients, of the rank that holds most."
+    if any("qkvpacked" in name for name, _ in rows):
+        yield "qkvpacked functions have as many KV heads as query heads."
+    if several and settings.is_replay:
+        yield "Kernels were replayed one after the other: clocks may have changed in between."
+    if settings.device.type == "cpu":
+        yield ON_CPU
+        cores, ranks = os.cpu_count() or 1, settings.world_size
+        if not settings.is_replay and cores < ranks:
+            yield f"{ranks} ranks share this machine's {cores} core{'s' * (cores > 1)}."

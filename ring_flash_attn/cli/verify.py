@@ -35,7 +35,7 @@ from ..verify.catalogue import (
     make_cases,
 )
 from .console import running, screen, usage_errors, write
-from .groups import check_backend, check_no_group, check_timeout, check_world_size, is_first_rank
+from .groups import check_group, check_no_group, check_world_size, is_first_rank
 from .options import (
     Backend,
     Device,
@@ -138,13 +138,10 @@ def verify(
         if virtual:
             check_no_group("--virtual has all ranks in this process", backend, timeout)
         ranks = world_size or _RANKS if virtual else check_world_size(world_size, _RANKS)
-        limit = check_timeout(timeout)
         for path in (json_file, markdown) if prints else ():
             check_output(path)
         if versus is not None and not compares:
             raise ValueError(f"--versus {versus}: only --report and --markdown compare kernels")
-        if device is not None and ":" in device:
-            raise ValueError(f"--device {device}: ranks take GPUs in turn; say cuda")
         kernels, baseline = find_versus(kernel or [AUTO], versus)
         options = VerifyOptions(
             names=tuple(names or ()),
@@ -161,7 +158,7 @@ def verify(
             report=compares,
             versus=baseline if compares else "",
         )
-        group = "" if virtual else check_backend(backend, options.device, ranks)
+        group, limit = check_group(device, options.device, ranks, backend, timeout)
         cases = make_cases(options)
         used = {case.placement.kernel for case in cases}
         if versus is not None and used == {versus}:

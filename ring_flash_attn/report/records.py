@@ -164,10 +164,10 @@ def timelines(sources: Sources) -> Iterator[dict[str, Any]]:
         for name, values in replays.items():
             try:
                 replay = Replay.from_dict(values)
-            except (KeyError, TypeError, AttributeError) as error:
+                row, *_ = replay_rows(replay)
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise ValueError(f"{file}: replay {name!r} is damaged: {error!r}") from None
             if replay.timeline:
-                row = next(replay_rows(replay))
                 yield {
                     "name": f"{name}, {replay.title}",
                     "file": file,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import api
-from ..bench.functions import find_functions
-from ..bench.ranks.arguments import own_arguments, packed_leaves
+from ..bench.functions import find_functions, own_arguments, packed_leaves
 from ..bench.workload import Placement, Workload, call_of, dtype_name, refuse_kernels
 from ..comm import launch
 from ..engine.entry import run_virtual
@@ -246,7 +245,7 @@ def call_ranks(case: Case, inputs: Tensors, ranks: Sequence[int], virtual: bool)
         )
     else:
         device = inputs["q"].device
-        own = own_arguments(function.signature, workload, placement, ranks[0], device)
+        own = own_arguments(function, workload, placement, ranks[0], device)
         if function.prefix:
             del options["kernel"]  # the name says it
         results = [getattr(api, function.name)(**shards[0], **own, **options)]

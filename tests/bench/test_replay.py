@@ -21,11 +21,9 @@ from ring_flash_attn.bench.replays.rank import LibraryRanks, PersistentPool, Rep
 from ring_flash_attn.bench.replays.results import (
     COMPUTE,
     TRANSFERS,
-    ByPass,
     Design,
     Measured,
     RankResult,
-    Times,
     replay_rows,
 )
 from ring_flash_attn.bench.results import load
@@ -87,7 +85,7 @@ def test_every_layout_and_route_is_replayed(layout: str, route: str, cu_seqlens:
             assert (cost.sent, cost.received) == plan_bytes(plan, group, backward)
             assert each.pairs == 2 * plan.pairs
         assert each.tokens == group.size(each.rank)
-    slowest = found.ours.slowest(both=True)
+    slowest = found.ours.slowest(BOTH)
     for direction, cost in zip((FORWARD, BACKWARD), slowest.costs, strict=True):
         bars = [bar for bar in found.timeline if bar.direction == direction]
         assert sum(bar.lane == COMPUTE for bar in bars) == cost.launches
@@ -248,10 +246,14 @@ def test_what_groups_hold(world_size: int, sources: int, cu_seqlens: list[int] |
 # What follows.
 
 
+def by_pass(forward: float, both: float) -> dict[str, float]:
+    return {FORWARD: forward, BOTH: both}
+
+
 def measured(forward: float, both: float, *linked: float) -> Measured:
-    times = Times(forward, both)
-    runs = ByPass((forward,), (both,))
-    return Measured(times, Times(*linked) if linked else None, times, ByPass(1, 2), runs)
+    times, runs = by_pass(forward, both), {FORWARD: [forward], BOTH: [both]}
+    peak = {FORWARD: 1, BOTH: 2}
+    return Measured(times, by_pass(*linked) if linked else None, times, peak, runs)
 
 
 def design() -> Design:
@@ -267,16 +269,24 @@ def design() -> Design:
 def test_efficiency_and_rates() -> None:
     ours = design()
     first, second = ours.ranks
-    assert ours.theoretic == Times(8, 24)
-    assert ours.efficiency(first) == Times(80, 80)
-    assert ours.efficiency(second) == Times(64, 96)
-    assert ours.at_full_rate == Times(6, 20)
-    assert ours.full_rate_efficiency(first) == Times(60, pytest.approx(100 * 2 / 3))
-    assert first.measured.exposed == Times(1, 4)
-    assert ours.base.exposed is None
-    assert (ours.slowest(both=False), ours.slowest(both=True)) == (second, first)
+    assert [ours.theoretic(passes) for passes in (FORWARD, BOTH)] == [8, 24]
+
+    def follows(rank: RankResult, name: str) -> list[float]:
+        return [ours.values(rank, passes)[name] for passes in (FORWARD, BOTH)]
+
+    assert follows(first, "theoretic_ms") == [8, 24]
+    assert follows(first, "efficiency_percent") == [80, 80]
+    assert follows(second, "efficiency_percent") == [64, 96]
+    # 8 × 250 pairs at the rate of 500 in 1.5 and 5 ms: 6 and 20 ms
+    assert follows(first, "full_rate_efficiency_percent") == [60, pytest.approx(100 * 2 / 3)]
+    assert follows(first, "exposed_ms") == [1, 4]
+    assert follows(first, "host_ms") == [9, 26]
+    assert "exposed_ms" not in ours.values(replace(first, measured=ours.base), FORWARD)
+    assert (ours.slowest(FORWARD), ours.slowest(BOTH)) == (second, first)
+    assert (follows(first, "slowest"), follows(second, "slowest")) == ([0, 1], [1, 0])
     # 2000 pairs of 10⁶ FLOPs in 10 ms: 0.2 TFLOP/s; 3.5 times as many in 30 ms
-    assert ours.rate(2000, Times(10, 30)) == Times(pytest.approx(0.2), pytest.approx(7 / 30))
+    rates = [ours.rate(2000, first.measured, passes) for passes in (FORWARD, BOTH)]
+    assert rates == [pytest.approx(0.2), pytest.approx(7 / 30)]
 
 
 def test_one_device_works_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,10 +311,10 @@ def test_one_device_works_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> 
     runs.append(0)  # what is run for its memory
     found = replay(**small(world_size=4, seqlen=512, ranks=[1]), link="pcie5")
     assert runs[1:] == [4, 4, 2, 2, 1, 1, 1, 1]
-    assert found.ours.base.removed == found.ours.full.removed == Times(8, 8)
-    assert found.ours.base.host == Times(1, 1)
-    assert found.ours.full.host == Times(2, 2)
-    assert found.ours.ranks[0].measured.removed == Times(8, 8)
+    assert found.ours.base.removed == found.ours.full.removed == by_pass(8, 8)
+    assert found.ours.base.host == by_pass(1, 1)
+    assert found.ours.full.host == by_pass(2, 2)
+    assert found.ours.ranks[0].measured.removed == by_pass(8, 8)
 
 
 def test_pairs_and_flops_of_a_workload() -> None:
@@ -363,7 +373,7 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
         ({"nheads": 3}, "multiple"),
         ({"heads_k_stride": 1}, "heads_k_stride = 1"),
         ({"cu_seqlens": [1, 5]}, "cu_seqlens 1,5"),
-        ({"cu_seqlens": [0, 2]}, "world_size 3: only 2 tokens"),
+        ({"cu_seqlens": [0, 2]}, "cu_seqlens ends at 2: fewer tokens than 3 ranks"),
         ({"cu_seqlens": [0, 5, 20], "seqlen": 20}, "of the whole stream.* must end at 3 × 20 = 60"),
         ({"cu_seqlens": [0, 5], "batch": 2}, "batch 2: packed documents have batch 1"),
         ({"device": "abacus"}, "device .abacus. does not exist"),
@@ -389,7 +399,7 @@ def test_a_host_that_is_too_slow_is_named(found: Replay) -> None:
 
     def with_host(*host: float) -> Replay:
         first, *others = found.ours.ranks
-        slow = replace(first, measured=replace(measured(3, 5, 4, 6), host=Times(*host)))
+        slow = replace(first, measured=replace(measured(3, 5, 4, 6), host=by_pass(*host)))
         fine = [replace(each, measured=measured(3, 5)) for each in others]
         ours = replace(found.ours, ranks=(slow, *fine))
         return replace(found, ours=ours, baseline=None, device="a GPU")
@@ -436,10 +446,10 @@ def test_the_command_says_what_it_is(tmp_path: Path) -> None:
         (BOTH, 1),
     ]
     for row, rank in zip(results.rows, (*found.ours.ranks, *found.ours.ranks), strict=True):
-        assert row.ms == getattr(rank.measured.times, row.passes)
+        assert row.ms == rank.measured.times[row.passes]
         assert len(row.samples_ms) >= 3, "every run"
-        assert row.samples_ms == getattr(rank.measured.runs, row.passes)
-        assert row.values["efficiency_percent"] == getattr(found.ours.efficiency(rank), row.passes)
+        assert list(row.samples_ms) == rank.measured.runs[row.passes]
+        assert row.values == found.ours.values(rank, row.passes)
     ElementTree.parse(files[1])
 
 
@@ -457,9 +467,10 @@ def test_the_command_without_communication() -> None:
     ("arguments", "word"),
     [
         (("--link", "string"), "string"),
-        (("--link", "ib400", "--link-gbps", "3"), "--link ib400 and --link-gbps 3"),
-        (("--latency-us", "3"), "--latency-us 3 needs --link"),
-        (("--link-gbps", "0"), "positive"),
+        (("--link", "ib400", "--link-gbps", "3"), "--link 'ib400' and --link-gbps 3: give"),
+        (("--latency-us", "3"), "--latency-us 3 needs a link"),
+        (("--link-gbps", "0"), "--link-gbps must be positive"),
+        (("--link", "ib400", "--latency-us", "-1"), "--latency-us must not be negative"),
         (("--world-size", "0"), "world-size"),
         (("--world-size", "2", "--rank", "2"), "rank 2"),
         (("--layout", "spiral"), "spiral"),

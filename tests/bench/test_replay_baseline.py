@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from plain_library import register_plain
-from replays import TorchBlock, baseline_on_virtual_ranks, small
+from replays import TorchBlock, baseline_in_threads, small
 
 from ring_flash_attn.bench import replay
 from ring_flash_attn.bench.replays.baseline import NativeAttention, merge, scripted_merge
@@ -16,7 +16,7 @@ from ring_flash_attn.verify.oracle import Rules, oracle
 
 
 def check(world_size: int, block: Any, merged: Any) -> None:
-    """Out and gradients of virtual ranks, against the oracle."""
+    """Out and gradients of all ranks, against the oracle."""
     torch.manual_seed(world_size)
     shapes = [(2, 12 * world_size, heads, 8) for heads in (4, 2, 2, 4)]
     q, k, v, dout = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
@@ -24,7 +24,7 @@ def check(world_size: int, block: Any, merged: Any) -> None:
     expected, _ = oracle(*leaves, Rules(causal=True))
     want = [expected.detach(), *torch.autograd.grad(expected, leaves, dout)]
     qkv = [x.detach() for x in leaves]
-    got = baseline_on_virtual_ranks(qkv, dout, world_size, block, merged)
+    got = baseline_in_threads(qkv, dout, world_size, block, merged)
     for ours, theirs in zip(got, want, strict=True):
         assert (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
 

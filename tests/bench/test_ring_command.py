@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FAMILIES
 from ring_flash_attn.bench import machine
-from ring_flash_attn.bench.ranks import Settings, Target, choose_targets, measure, on_rank
+from ring_flash_attn.bench.ranks import Settings, Target, choose_targets, measure
 from ring_flash_attn.bench.replays import emulated
 from ring_flash_attn.bench.replays.results import Replay
 from ring_flash_attn.bench.results import Limits, Row, beside, load, misses
@@ -106,8 +106,8 @@ def outputs(rank: int, world_size: int, names: tuple[str, ...], workload: Worklo
     found = []
     for name in names:
         made = target(name, workload)
-        own = on_rank.call_on_rank(made, rank, CPU)
-        for call in (own, on_rank.call_on_one_device(made, CPU)):
+        own = measure.call_on_rank(made, rank, CPU)
+        for call in (own, measure.call_on_one_device(made, CPU)):
             out, *grads = call[BOTH]()
             torch.testing.assert_close(call[FORWARD](), out)
             assert not call[FORWARD]().requires_grad
@@ -136,7 +136,7 @@ def test_calls_compute_attention_of_the_shards(ranks: Callable[[int], Ranks]) ->
 def test_theoretic_is_one_device_times_ranks_and_the_slowest_rank_counts() -> None:
     made = target("ring_flash_attn_func")
     settings = Settings(2, CPU, "gloo", repeats=2, grad=False)
-    trials: list[on_rank.Trial] = [{FORWARD: size} for size in (5, 7)]
+    trials: list[measure.Trial] = [{FORWARD: size} for size in (5, 7)]
     own, base = (made.name, FORWARD), (made.base, FORWARD)
     rounds = [
         [{own: 10.0, base: 1.0}, {own: 12.0, base: 2.0}],
@@ -170,7 +170,7 @@ def test_two_new_ranks(tmp_path: Path) -> None:
         "2 ranks in new processes over gloo, cpu",
         "zigzag × ring × reference",
         "flat_contiguous × all_gather × reference",
-        "12 tokens in 2 documents",
+        "12 tokens of 2 documents (24 tokens)",
         "forward and backward",
         "say little about GPUs",
     ):
@@ -203,8 +203,8 @@ def test_a_replay_says_so(tmp_path: Path) -> None:
     assert len(written.rows) == 2
     for row in written.rows:
         check_row(row, 2)
-        assert row.ms == found.ours.slowest(both=False).measured.times.forward
-        assert row.values["theoretic_ms"] == found.ours.theoretic.forward
+        assert row.ms == found.ours.slowest(FORWARD).measured.times[FORWARD]
+        assert row.values["theoretic_ms"] == found.ours.theoretic(FORWARD)
         assert (row.values["slowest"], row.placement["link"]) == (1.0, "pcie5")
 
 
@@ -333,11 +333,9 @@ def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> 
         (("ring_flash_attn_func", "--cu-seqlens", "0,48"), "0,48: none of the functions is for"),
         (
             ("--cu-seqlens", "0,5,12"),
-            "ends at 12, but 4 ranks of --seqlen 12 hold 48 tokens",
+            "seqlen 12 and cu_seqlens 0,5,12: offsets are those of the whole stream",
         ),
-        (("--cu-seqlens", "0,5,12"), "offsets are of the whole stream"),
-        (("--cu-seqlens", "0,5,47"), "ends at 47, but 4 ranks of --seqlen 12 hold 48 tokens"),
-        (("--cu-seqlens", "0,3"), "ends at 3: fewer tokens than 4 ranks"),
+        (("--cu-seqlens", "0,5,47"), "must end at 4 × 12 = 48"),
         (("llama3_*", "--cu-seqlens", "0,5,48", "--batch", "2"), "--batch 2: --cu-seqlens says"),
         (("--heads-k-stride", "3"), "heads_k_stride"),
         (("ring_flash_attn_func", "--heads-k-stride", "1"), "no function gathers"),
@@ -358,6 +356,12 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], words: str) -> No
     result = rfa(*SHAPE, "--device", "cpu", *arguments)
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.output.replace("│", " ").split())
+
+
+def test_fewer_tokens_than_ranks_are_refused() -> None:
+    result = rfa("--device", "cpu", "--cu-seqlens", "0,3")
+    assert result.exit_code == 2, result.output
+    assert "cu_seqlens ends at 3: fewer tokens than 4 ranks" in result.output
 
 
 def test_help_has_examples() -> None:
@@ -504,15 +508,15 @@ NAMES = ("ring_flash_attn_func", "stripe_flash_attn_func", "zigzag_ring_flash_at
 
 def too_large(rank: int, world_size: int, *args: Any) -> Body:
     """On every rank there is no memory for stripes."""
-    inner = on_rank.call_on_rank
+    inner = measure.call_on_rank
 
     def make(made: Target, rank: int, device: torch.device) -> Any:
         if "stripe" in made.name:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB.")
         return inner(made, rank, device)
 
-    on_rank.call_on_rank = make
-    yield from on_rank.measure_on_rank(rank, world_size, *args)
+    measure.call_on_rank = make
+    yield from measure.measure_on_rank(rank, world_size, *args)
 
 
 def test_a_function_without_memory_gets_a_row_that_says_so(
@@ -528,7 +532,7 @@ def test_a_function_without_memory_gets_a_row_that_says_so(
 
 def dies_in_trial(rank: int, world_size: int, targets: Any, *args: Any) -> Body:
     """Rank 1 is killed when it is to try stripes."""
-    for number, item in enumerate(on_rank.measure_on_rank(rank, world_size, targets, *args)):
+    for number, item in enumerate(measure.measure_on_rank(rank, world_size, targets, *args)):
         if number < len(targets) and "stripe" in targets[number].name and rank == 1:
             os._exit(9)
         yield item
@@ -545,7 +549,7 @@ def test_after_a_rank_has_died_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def dies_in_a_round(rank: int, world_size: int, targets: Any, *args: Any) -> Body:
-    for number, item in enumerate(on_rank.measure_on_rank(rank, world_size, targets, *args)):
+    for number, item in enumerate(measure.measure_on_rank(rank, world_size, targets, *args)):
         if number > len(targets) and rank == 1:
             raise KeyError("a mistake on rank 1")
         yield item
@@ -562,7 +566,7 @@ def test_a_rank_that_dies_while_timing_ends_the_run(monkeypatch: pytest.MonkeyPa
 
 def meets(rank: int, world_size: int) -> list[str]:
     """What comes of trials: all done, all failed, and one failed."""
-    group, found, done = on_rank.Group(CPU), [], on_rank.DONE
+    group, found, done = measure.Group(CPU), [], measure.DONE
     for outcome in (done, "OutOfMemoryError", done if rank else "OutOfMemoryError"):
         try:
             group.agree_on("a function", outcome)
@@ -576,7 +580,7 @@ def test_ranks_agree_on_what_failed(ranks: Callable[[int], Ranks]) -> None:
     for first, second, third in ranks(2).run(meets):
         assert (first, second) == ("agreed", "agreed")
         assert 'outcome = "OutOfMemoryError" on rank 0' in third
-        assert f'outcome = "{on_rank.DONE}" on rank 1' in third
+        assert f'outcome = "{measure.DONE}" on rank 1' in third
 
 
 @pytest.mark.gpu

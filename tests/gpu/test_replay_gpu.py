@@ -8,12 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from replays import baseline_on_virtual_ranks, ranks, small, tensors
+from replays import baseline_in_threads, ranks, small, tensors
 
 from ring_flash_attn.bench import LINKS, Link, Replay, replay
 from ring_flash_attn.bench.replays.baseline import NativeAttention, scripted_merge
 from ring_flash_attn.bench.replays.emulated import EmulatedRanks, RandomData
 from ring_flash_attn.bench.replays.results import COMPUTE, TRANSFERS
+from ring_flash_attn.bench.workload import BOTH, FORWARD
 from ring_flash_attn.comm import Message
 from ring_flash_attn.draw.svg import draw_timeline
 from ring_flash_attn.plan.build import route_names
@@ -109,8 +110,8 @@ def test_everything_at_once_on_a_gpu() -> None:
     assert found.baseline is not None
     for each in (*found.ours.ranks, *found.baseline.ranks):
         assert each.measured.peak is not None
-        assert each.measured.peak.both > 0
-        assert each.measured.times.both > each.measured.times.forward > 0
+        assert each.measured.peak[BOTH] > 0
+        assert each.measured.times[BOTH] > each.measured.times[FORWARD] > 0
     assert Replay.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     for lane in (COMPUTE, TRANSFERS):
         bars = [bar for bar in found.timeline if bar.lane == lane]
@@ -125,8 +126,6 @@ def test_the_baseline_is_right_on_flash_attention_2() -> None:
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     expected, _ = oracle(*leaves, Rules(causal=True))
     want = [expected, *torch.autograd.grad(expected, leaves, inputs[3].double())]
-    got = baseline_on_virtual_ranks(
-        inputs[:3], inputs[3], 4, NativeAttention("fa2"), scripted_merge()
-    )
+    got = baseline_in_threads(inputs[:3], inputs[3], 4, NativeAttention("fa2"), scripted_merge())
     for ours, theirs in zip(got, want, strict=True):
         assert (ours.double() - theirs).abs().max() < 3e-2 * theirs.abs().max()

@@ -49,7 +49,7 @@ def one_backward(
 ) -> Any:
     """dq, dk and dv of one block, from out and lse of a softmax over more keys than these."""
     group = q.shape[1] // k.shape[1]
-    p = (scores(q, k, window, scale) - lse[..., None]).exp()
+    p = (scores(q, k, window, scale) - lse[..., None]).exp().to(q.dtype)
     wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (k, v))
     ds = torch.einsum("qhd,khd->hqk", dout, wide_v) - (dout * out).sum(-1).T[..., None]
     ds = p * ds * scale

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import Any
 
 import torch
@@ -9,10 +12,10 @@ from torch import Tensor
 
 from ring_flash_attn.api.sharding import shard, unshard
 from ring_flash_attn.bench.machine import find_device
-from ring_flash_attn.bench.replays.baseline import ZigzagRing, run_together
+from ring_flash_attn.bench.replays.baseline import ZigzagRing
 from ring_flash_attn.bench.replays.rank import LibraryRanks, ReplayedRank
 from ring_flash_attn.bench.workload import Placement, Workload
-from ring_flash_attn.comm import virtual_transports
+from ring_flash_attn.comm import Message
 
 SMALL: dict[str, Any] = {
     "world_size": 3,
@@ -81,29 +84,46 @@ class TorchBlock:
         return torch.einsum("bhij,bjhd->bihd", ds, wide_k), dk, dv
 
 
-def baseline_on_virtual_ranks(
+class Queued:
+    """A rank's end of a group of threads."""
+
+    def __init__(self, rank: int, mail: dict[tuple[int, int], Queue[Tensor]]) -> None:
+        self._rank, self._mail = rank, mail
+        self._expected: list[Message] = []
+
+    def post(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message.receive:
+                self._expected.append(message)
+            else:
+                self._mail[self._rank, message.peer].put(message.tensor.clone())
+
+    def wait(self) -> None:
+        for message in self._expected:
+            message.tensor.copy_(self._mail[message.peer, self._rank].get(timeout=60))
+        self._expected.clear()
+
+    def abandon(self, steps: Sequence[bool], drain: bool) -> None:
+        """Nothing fails here."""
+
+
+def baseline_in_threads(
     qkv: list[Tensor], dout: Tensor, world_size: int, block: Any, merged: Any
 ) -> list[Tensor]:
     """(out, dq, dk, dv) of all ranks of the baseline, put together."""
-    cut = [
-        [shard(x, "zigzag", rank=rank, world_size=world_size) for x in (*qkv, dout)]
-        for rank in range(world_size)
+    ranks = range(world_size)
+    ends = [
+        {(rank, (rank + 1) % world_size): Queue[Tensor]() for rank in ranks}
+        for _ in range(3)  # keys forward; keys and gradients backward
     ]
 
-    def rings() -> list[ZigzagRing]:
-        mails = [virtual_transports(world_size) for _ in range(2)]  # of keys, of gradients
-        ends = [iter([mail[rank] for mail in mails]) for rank in range(world_size)]
-        return [
-            ZigzagRing(rank, world_size, ends[rank].__next__, block, merged)
-            for rank in range(world_size)
-        ]
+    def run(rank: int) -> list[Tensor]:
+        mails = iter(ends)
+        ring = ZigzagRing(rank, world_size, lambda: Queued(rank, next(mails)), block, merged)
+        own = [shard(x, "zigzag", rank=rank, world_size=world_size) for x in (*qkv, dout)]
+        out, lse = ring.forward(*own[:3])
+        return [out, *ring.backward(own[3], *own[:3], out, lse)]
 
-    results = run_together([ring.forward(*cut[ring.rank][:3]) for ring in rings()])
-    grads = run_together(
-        [
-            ring.backward(cut[ring.rank][3], *cut[ring.rank][:3], *results[ring.rank])
-            for ring in rings()
-        ]
-    )
-    parts = [[out for out, _ in results], *([g[i] for g in grads] for i in range(3))]
-    return [unshard(part, "zigzag") for part in parts]
+    with ThreadPoolExecutor(world_size) as threads:
+        found = list(threads.map(run, ranks))
+    return [unshard(list(parts), "zigzag") for parts in zip(*found, strict=True)]

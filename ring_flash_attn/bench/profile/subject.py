@@ -11,12 +11,11 @@ import torch
 from ...kernels.base import check_kernel, choose_kernel
 from ...plan.build import make_plan
 from ..implementations import find_implementation
-from ..link import NONE, find_link
 from ..measure import Inputs, make_works
 from ..replays.rank import LibraryRanks
 from ..replays.run import check_ranks, check_replay
 from ..timing import Work
-from ..workload import BOTH, FORWARD, Placement, Workload, call_of, problem_of
+from ..workload import BOTH, FORWARD, NONE, Placement, Workload, call_of, find_link, problem_of
 
 
 @dataclass(frozen=True)

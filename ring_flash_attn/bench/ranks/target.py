@@ -7,35 +7,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.base import AUTO, check_kernel
-from ...plan.build import check_route
-from ...plan.layout import FLAT_PREFIX, get_layout
-from ..functions import PublicFunction, find_functions
+from ...kernels.base import AUTO
+from ...plan.layout import FLAT_PREFIX
+from ..functions import PublicFunction, find_functions, own_arguments
 from ..workload import Placement, Workload, refuse_kernels, resolve
-from .arguments import own_arguments
 
 _Point = tuple[PublicFunction, str, str, bool]  # layout, route, whether documents are packed
 
 
 @dataclass(frozen=True)
 class Target:
-    """A public function, what it computes over all ranks, and how that is spread.
-
-    Attributes:
-        function, workload, placement: the same in words.
-        baseline: name of the target that it is compared with; "" if there is none.
-        refused: why it cannot run; "" if it can.
-    """
+    """A public function, what it computes over all ranks, and how that is spread."""
 
     function: PublicFunction
     workload: Workload
     placement: Placement
-    baseline: str = ""
-    refused: str = ""
+    baseline: str = ""  # name of the target that it is compared with
+    refused: str = ""  # why it cannot run
 
     @property
     def name(self) -> str:
-        """Different for different targets."""
         point = str(self.placement) if not self.function.form else self.placement.kernel
         return f"{self.function.name} ({point})"
 
@@ -75,26 +66,24 @@ def choose_targets(
 ) -> list[Target]:
     """Functions, each with its workload, and its placement with the kernel that it gets.
 
-    Those that cannot run come last.
-
-    Args:
-        names: of functions, patterns, or parts; by default one function for each layout and route.
-        workload: of functions for batches; packed functions get as many documents.
-        placement: what all have in common: world size, link, heads_k_stride.
-        device: of a rank.
-        cu_seqlens: documents of packed functions instead.
-        layouts, routes: only these.
-        kernels: each of these.
-        versus: kernel that the others are compared with; "" if there are no others.
+    By default one for each layout and route; those that cannot run come last. The workload is of
+    functions for batches; packed ones get as many documents, or `cu_seqlens`. The others are
+    compared with the kernel `versus`, if there is one.
 
     Raises:
         ValueError: an unknown name, an option without effect, or documents that no function takes.
         NotImplementedError: a kernel can do nothing of it.
     """
-    for kernel in kernels:
-        check_kernel(kernel)
     points = _find_points(names, layouts, routes, cu_seqlens is not None)
-    _check_options(points, workload, placement, cu_seqlens)
+    if cu_seqlens is not None:
+        text = ",".join(map(str, cu_seqlens))
+        if not any(packed for *_, packed in points):
+            raise ValueError(f"--cu-seqlens {text}: none of the functions is for documents")
+        if workload.batch != 1 and all(packed for *_, packed in points):
+            raise ValueError(f"--batch {workload.batch}: --cu-seqlens says how many documents")
+    stride = placement.heads_k_stride
+    if stride is not None and all(route != "all_gather" for _, _, route, _ in points):
+        raise ValueError(f"--heads-k-stride {stride}: no function gathers keys")
     offsets = cu_seqlens or tuple(workload.seqlen * i for i in range(workload.batch + 1))
     documents = replace(workload, batch=1, cu_seqlens=offsets)
     found: dict[str, Target] = {}  # by name: two kernels may be the same one
@@ -103,42 +92,37 @@ def choose_targets(
         own = documents if packed else workload
         if function.form.startswith("qkv"):
             own = replace(own, nheads_k=own.nheads)
-        stride = placement.heads_k_stride or own.nheads_k if route == "all_gather" else None
-        point = replace(placement, layout=layout, route=route, heads_k_stride=stride)
+        heads = stride or own.nheads_k if route == "all_gather" else None
+        point = replace(placement, layout=layout, route=route, heads_k_stride=heads)
         tried = [(function, kernel) for kernel in _kernels_of(function, kernels)]
         if versus:
             tried.insert(0, (replace(function, prefix=""), versus))
         baseline = ""
         for each, kernel in tried:
-            target = _resolved(Target(each, own, replace(point, kernel=kernel)), device)
+            target = Target(each, own, replace(point, kernel=kernel))
+            try:
+                target = replace(target, placement=resolve(own, target.placement, device))
+            except NotImplementedError as error:
+                target = replace(target, refused=str(error))
             who = each.name if each.prefix else f"--kernel {kernel}"
             reasons.setdefault(who, []).append(target.refused)
             if versus:
                 baseline = baseline or target.name
-            target = replace(target, baseline=baseline, refused=target.refused or _uneven(target))
-            found.setdefault(target.name, target)
+            refused = target.refused
+            try:
+                own_arguments(each, own, target.placement, 0, torch.device("cpu"))
+            except ValueError as error:  # documents that the function cannot take
+                refused = refused or str(error)
+            found.setdefault(target.name, replace(target, baseline=baseline, refused=refused))
     refuse_kernels({who: why for who, why in reasons.items() if all(why)}, device)
     if all(target.refused for target in found.values()):
         raise ValueError("\n".join(f"{name}: {each.refused}" for name, each in found.items()))
     return sorted(found.values(), key=lambda target: bool(target.refused))
 
 
-def _resolved(target: Target, device: torch.device) -> Target:
-    """With the kernel that it gets, or why it gets none."""
-    try:
-        placement = resolve(target.workload, target.placement, device)
-    except NotImplementedError as error:
-        return replace(target, refused=str(error))
-    return replace(target, placement=placement)
-
-
 def _find_points(
     names: Sequence[str], layouts: Sequence[str], routes: Sequence[str], documents: bool
 ) -> list[_Point]:
-    for layout in layouts:
-        get_layout(layout)
-    for route in routes:
-        check_route(route)
     functions = [each for each in find_functions(names) if each.is_distributed]
     if not functions:
         raise ValueError(f"{', '.join(names)}: on one device, and so not for this command")
@@ -162,39 +146,10 @@ def _find_points(
     return found
 
 
-def _check_options(
-    points: Sequence[_Point],
-    workload: Workload,
-    placement: Placement,
-    cu_seqlens: tuple[int, ...] | None,
-) -> None:
-    """ValueError for options that no function would use."""
-    if cu_seqlens is not None:
-        text = ",".join(map(str, cu_seqlens))
-        if not any(packed for *_, packed in points):
-            raise ValueError(f"--cu-seqlens {text}: none of the functions is for documents")
-        if workload.batch != 1 and all(packed for *_, packed in points):
-            raise ValueError(f"--batch {workload.batch}: --cu-seqlens says how many documents")
-    stride = placement.heads_k_stride
-    if stride is not None and all(route != "all_gather" for _, _, route, _ in points):
-        raise ValueError(f"--heads-k-stride {stride}: no function gathers keys")
-
-
 def _kernels_of(function: PublicFunction, kernels: Sequence[str]) -> tuple[str, ...]:
-    """Those that a function is to be timed with."""
     if not function.prefix:
         return tuple(kernels)
     if not {AUTO, function.prefix} & {*kernels}:
         message = f"{function.name} always uses {function.prefix}"
         raise ValueError(f"--kernel {', '.join(kernels)}: {message}")
     return (function.prefix,)
-
-
-def _uneven(target: Target) -> str:
-    """Why the function cannot take these documents, if so."""
-    signature, device = target.function.signature, torch.device("cpu")
-    try:
-        own_arguments(signature, target.workload, target.placement, 0, device)
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -7,18 +7,15 @@ lse, and what it returns in half precision is added to fp32 gradients, of which 
 keys round. With an early and a late half in every shard, a step that meets keys of a lower rank
 sees only their first half, and one that meets keys of a higher rank concerns only the second half
 of the queries.
-
-A rank is a generator that stops where ranks depend on each other, so that several can be run in
-step, or one without the others.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -27,41 +24,30 @@ from torch.nn.functional import logsigmoid
 from ...comm import Message, Transport
 from ...engine.attention import QKV
 from ...kernels.base import LIBRARIES, Call, load_kernel, why_not
-from ...kernels.native.blocks import Block, Library, LibraryKernel
+from ...kernels.native.blocks import Block, LibraryKernel
 from ...plan.tiles import Mask
-from ..link import Link
-from ..workload import call_of
+from ..workload import Link, call_of
 from .emulated import EmulatedRanks
 from .rank import LibraryRanks, OutLse
 
-Result = TypeVar("Result")
-Steps = Generator[None, None, Result]
 Merge = Callable[[Tensor, Tensor, Tensor, Tensor], OutLse]
 
 
 class BlockAttention(Protocol):
-    """Attention of one block on one device.
+    """Attention of one block on one device, backward of the softmax whose result is (out, lse).
 
     out is (batch, seqlen, nheads, headdim), lse (batch, nheads, seqlen).
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OutLse:
-        """(out, lse)."""
-        ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OutLse: ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> QKV:
-        """(dq, dk, dv) of the softmax whose result is (out, lse)."""
-        ...
+    ) -> QKV: ...
 
 
 class NativeAttention:
-    """Kernels of another library, by the name that they have here; "fa2" comes with torch.
-
-    Raises:
-        ValueError: there is no such library.
-    """
+    """Kernels of another library, by the name that they have here; "fa2" comes with torch."""
 
     def __init__(self, name: str) -> None:
         if name not in LIBRARIES:
@@ -69,18 +55,14 @@ class NativeAttention:
         self.name = name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OutLse:
-        """(out, lse), out in the dtype of q."""
-        return self._library.forward(q, k, v, *_block_call(q, k, causal))
+        library = cast(LibraryKernel, load_kernel(self.name)).library
+        return library.forward(q, k, v, *_block_call(q, k, causal))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> QKV:
-        """(dq, dk, dv) in the dtype of q."""
-        return self._library.backward(dout, q, k, v, out, lse, *_block_call(q, k, causal))
-
-    @property
-    def _library(self) -> Library:
-        return cast(LibraryKernel, load_kernel(self.name)).library
+        library = cast(LibraryKernel, load_kernel(self.name)).library
+        return library.backward(dout, q, k, v, out, lse, *_block_call(q, k, causal))
 
 
 def _block_call(q: Tensor, k: Tensor, causal: bool) -> tuple[Block, Call]:
@@ -111,22 +93,14 @@ def scripted_merge() -> Merge:
 
 @dataclass(frozen=True, slots=True)
 class ZigzagRing:
-    """One rank's end.
-
-    Attributes:
-        rank, world_size: whose.
-        transport: makes an end of the group; keys and gradients have one each.
-        block: who computes a block.
-        merge: how blocks are put together.
-        make: returns memory like a tensor, for what arrives.
-    """
+    """One rank's end."""
 
     rank: int
     world_size: int
-    transport: Callable[[], Transport]
+    transport: Callable[[], Transport]  # makes an end of the group, for keys and for gradients
     block: BlockAttention
     merge: Merge = merge
-    make: Callable[[Tensor], Tensor] = torch.empty_like
+    make: Callable[[Tensor], Tensor] = torch.empty_like  # memory like a tensor, for what arrives
 
     def _pass_on(self, transport: Transport, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Send tensors to the next rank; returns where those of the one before will be."""
@@ -142,28 +116,24 @@ class ZigzagRing:
             return slice(None), slice(None)
         return (slice(None), slice(half)) if step <= self.rank else (slice(half, None), slice(None))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Steps[OutLse]:
-        """(out, lse) of this rank's queries."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> OutLse:
         transport, half = self.transport(), q.shape[1] // 2
-        precision = torch.promote_types(q.dtype, torch.float32)
         out = lse = torch.empty(0)
         for step in range(self.world_size):
             last = step + 1 == self.world_size
             arriving = () if last else self._pass_on(transport, k, v)
-            yield
             rows, columns = self._parts(step, half)
             block_out, block_lse = self.block.forward(
                 q[:, rows], k[:, columns], v[:, columns], causal=step == 0
             )
             block_lse = block_lse.transpose(1, 2)[..., None]
             if step == 0:
-                out, lse = block_out.to(precision), block_lse
+                out, lse = block_out.to(_wide(q)), block_lse
             elif step <= self.rank:
                 out, lse = self.merge(out, lse, block_out, block_lse)
             else:
                 merged = self.merge(out[:, rows], lse[:, rows], block_out, block_lse)
                 out[:, rows], lse[:, rows] = merged
-            yield
             if not last:
                 transport.wait()
                 k, v = arriving
@@ -171,50 +141,35 @@ class ZigzagRing:
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Steps[QKV]:
-        """(dq, dk, dv) of this rank's shards."""
+    ) -> QKV:
         keys, gradients, half = self.transport(), self.transport(), q.shape[1] // 2
-        precision = torch.promote_types(q.dtype, torch.float32)
-        own: tuple[Tensor, ...] = ()
+        dq = torch.empty(0)
         dkv: tuple[Tensor, ...] = ()
         for step in range(self.world_size):
             last = step + 1 == self.world_size
             arriving = () if last else self._pass_on(keys, k, v)
-            yield
             rows, columns = self._parts(step, half)
             late = lse[:, :, rows].contiguous()
             inputs = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], late
             block_dq, *block_dkv = self.block.backward(*inputs, causal=step == 0)
             if step == 0:
-                own = (block_dq.to(precision),)
-                summed = tuple(x.to(precision) for x in block_dkv)
+                dq, dkv = block_dq.to(_wide(q)), tuple(x.to(_wide(q)) for x in block_dkv)
             else:
-                own[0][:, rows] += block_dq
+                dq[:, rows] += block_dq
                 gradients.wait()
                 for total, part in zip(dkv, block_dkv, strict=True):
                     total[:, columns] += part
-                summed = dkv
             if not last:
                 keys.wait()
                 k, v = arriving
-            dkv = self._pass_on(gradients, *summed)
-            yield
+            dkv = self._pass_on(gradients, *dkv)
         gradients.wait()
         dk, dv = dkv
-        return own[0].to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def run_together(ranks: Sequence[Steps[Result]]) -> list[Result]:
-    """Take ranks through their steps together; one, or all of a group of virtual ones."""
-    found: list[Result] = []
-    while not found:
-        for rank in ranks:
-            try:
-                next(rank)
-            except StopIteration as end:
-                found.append(end.value)
-    assert len(found) == len(ranks), "all ranks have as many steps"
-    return found
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class BaselinePasses(NamedTuple):
@@ -225,11 +180,7 @@ class BaselinePasses(NamedTuple):
 
 
 class BaselineRanks:
-    """The baseline's ranks, with the data of this library's.
-
-    Args:
-        ours: this library's ranks.
-        block: who computes a block.
+    """The baseline's ranks on blocks of attention, with the data of this library's ranks.
 
     Raises:
         ValueError: the baseline cannot do this workload.
@@ -261,8 +212,7 @@ class BaselineRanks:
         """A rank of many; see `LibraryRanks.rank`. The n-th request gets the n-th buffer."""
         ours = self._ours
         shard, dout = ours.shard(self._tokens)
-        dtype = shard[1].dtype
-        for each in (dtype, torch.promote_types(dtype, torch.float32)):
+        for each in (shard[1].dtype, _wide(shard[1])):
             ours.data.like(torch.empty_like(shard[1], dtype=each, device="meta"))
         free: Iterator[Tensor] = iter(())
 
@@ -287,13 +237,11 @@ class BaselineRanks:
         def forward() -> OutLse:
             nonlocal free
             free = iter(self._buffers)
-            (result,) = run_together([ring.forward(*shard)])
-            return result
+            return ring.forward(*shard)
 
         def both() -> tuple[OutLse, QKV]:
             result = forward()
-            (grads,) = run_together([ring.backward(dout, *shard, *result)])
-            return result, grads
+            return result, ring.backward(dout, *shard, *result)
 
         return BaselinePasses(forward, both)
 

@@ -1,11 +1,7 @@
 """Emulated ranks and the link to them: what a replayed rank has in place of all others.
 
-A post with a link goes to streams of its own, behind the current stream and earlier posts. There
-it takes `Link.seconds(bytes sent, bytes received)`; meanwhile what would arrive is copied from
-random data. So a kernel that needs a message waits as long as it would, and one that does not is
-not held up. Without a link, messages cost nothing: a buffer gets random data once. Other ranks
-never come late, and NCCL's kernels take no SMs. A `Recorder` notes when each launch and
-each transfer of one run begins and ends.
+docs/design.md (Replays) says what is emulated and what is not. A `Recorder` notes what one run
+launches and sends, and when.
 """
 
 from __future__ import annotations
@@ -22,8 +18,8 @@ from torch import Tensor
 from ...comm import Message
 from ...kernels.base import Kernel
 from ...plan.steps import Plan
-from ..link import Link
-from ..workload import FORWARD
+from ..timing import synchronize
+from ..workload import BACKWARD, FORWARD, Link
 from .results import COMPUTE, TRANSFERS, Bar
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (target, source)
@@ -35,12 +31,6 @@ _USUAL_LSE = 9.0  # about the log-sum-exp of 8192 scores
 def _is_row(tensor: Tensor) -> bool:
     """Whether a message holds a number for each row and head, rather than a vector."""
     return tensor.dim() == 3
-
-
-def message_bytes(messages: Sequence[Message]) -> tuple[int, int]:
-    """Bytes sent and received."""
-    sent = sum(m.tensor.nbytes for m in messages if not m.receive)
-    return sent, sum(m.tensor.nbytes for m in messages) - sent
 
 
 class RandomData:
@@ -55,21 +45,23 @@ class RandomData:
         row = _is_row(tensor)
         made = self._made.get((tensor.dtype, row))
         if made is None or made.numel() < tensor.numel():
+            synchronize(self._device)  # a copy on another stream may still read the smaller one
             made = torch.randn(tensor.numel(), dtype=tensor.dtype, device=self._device)
             self._made[tensor.dtype, row] = made.add_(_USUAL_LSE) if row else made
         return made[: tensor.numel()].view(tensor.shape)
 
 
 class Recorder:
-    """Collects bars: events of the current stream on a GPU, the host's clock elsewhere.
+    """Notes launches and posts: events of the current stream on a GPU, the host's clock elsewhere.
 
-    Attributes:
-        direction: what the next bars belong to.
+    What comes next belongs to `direction`; `costs` are those of each, as in `PassCost`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.direction = FORWARD
+        names = ("launches", "posts", "sent", "received")
+        self.costs = {each: dict.fromkeys(names, 0) for each in (FORWARD, BACKWARD)}
         self._bars: list[tuple[str, str, str, Any, Any]] = []
         self._zero = self.now()
 
@@ -81,6 +73,10 @@ class Recorder:
         event.record()
         return event
 
+    def count(self, **costs: int) -> None:
+        for name, number in costs.items():
+            self.costs[self.direction][name] += number
+
     def add(self, lane: str, label: str, start: Any, end: Any) -> None:
         """A bar between two moments, see `now`."""
         self._bars.append((lane, self.direction, label, start, end))
@@ -89,19 +85,20 @@ class Recorder:
         """All bars; waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
+
+        def since(moment: Any) -> float:
+            if self._cuda:
+                return float(self._zero.elapsed_time(moment))
+            return float(moment - self._zero) * 1e3
+
         return tuple(
-            Bar(lane, direction, label, self._since(start), self._since(end))
+            Bar(lane, direction, label, since(start), since(end))
             for lane, direction, label, start, end in self._bars
         )
 
-    def _since(self, moment: Any) -> float:
-        if self._cuda:
-            return float(self._zero.elapsed_time(moment))
-        return float(moment - self._zero) * 1e3
-
 
 class RecordedKernel:
-    """A kernel that records its launches, labelled with the steps of these plans."""
+    """A kernel whose launches are recorded, labelled with the steps of these plans."""
 
     def __init__(self, kernel: Kernel, recorder: Recorder, plans: Iterable[Plan]) -> None:
         self._kernel, self._recorder = kernel, recorder
@@ -110,20 +107,17 @@ class RecordedKernel:
         )
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
+        found = getattr(self._kernel, name)
+        if name not in ("forward", "backward"):
+            return found
 
-    def forward(self, *args: Any) -> None:
-        """A launch of the forward pass."""
-        self._launch(self._kernel.forward, args)
+        def launch(*args: Any) -> None:
+            self._recorder.count(launches=1)
+            start = self._recorder.now()
+            found(*args)
+            self._recorder.add(COMPUTE, str(next(self._steps)), start, self._recorder.now())
 
-    def backward(self, *args: Any) -> None:
-        """A launch of the backward pass."""
-        self._launch(self._kernel.backward, args)
-
-    def _launch(self, launch: Callable[..., None], args: Any) -> None:
-        start = self._recorder.now()
-        launch(*args)
-        self._recorder.add(COMPUTE, str(next(self._steps)), start, self._recorder.now())
+        return launch
 
 
 class CpuLink:
@@ -228,14 +222,11 @@ def check_link(link: Link | None, device: torch.device) -> None:
 class EmulatedRanks:
     """All other ranks of a group, for one that runs without them.
 
-    Attributes:
-        link: how they are reached; None: messages cost nothing. Then a buffer gets random data when
-            it is seen for the first time, and is later left as it is. So buffers have to stay the
-            same from run to run (`PersistentPool`).
-        always_copies: even if messages cost nothing. In fp32 and fp64, what kernels read lies where
-            gradients were, and would grow from run to run. Numbers of rows, which are few, are
-            always copied: as an lse, what a state left behind may be −inf.
-        recorder: gets each post over the link, if there is one.
+    Without a link, messages cost nothing: a buffer gets random data when it is seen for the first
+    time, and is then left as it is, so buffers have to stay the same (`PersistentPool`). With
+    `always_copies` they get it each time: in fp32 and fp64, what kernels read lies where gradients
+    were, and would grow from run to run. Numbers of rows, which are few, are always copied: as an
+    lse, what a state left behind may be −inf.
     """
 
     def __init__(
@@ -253,13 +244,17 @@ class EmulatedRanks:
     def post(self, messages: Sequence[Message], number: int) -> Wait | None:
         """Start messages, the n-th post of a pass; returns what waits for them, if anything."""
         arriving = [message.tensor for message in messages if message.receive]
+        received = sum(tensor.nbytes for tensor in arriving)
+        sent = sum(message.tensor.nbytes for message in messages) - received
+        if self.recorder is not None:
+            self.recorder.count(posts=1, sent=sent, received=received)
         seconds, recorder = 0.0, None
         if self.link is None:
             arriving = [tensor for tensor in arriving if self._needs_data(tensor)]
             if not arriving:
                 return None
         else:
-            seconds, recorder = self.link.seconds(*message_bytes(messages)), self.recorder
+            seconds, recorder = self.link.seconds(sent, received), self.recorder
         copies = [(tensor, self._data.like(tensor)) for tensor in arriving]
         return self._emulated.post(copies, seconds, str(number), recorder)
 
@@ -278,7 +273,6 @@ class ReplayTransport:
         self._wait: Wait | None = None
 
     def post(self, messages: Sequence[Message]) -> None:
-        """Queue a post; nothing happens for one without messages."""
         if messages:
             self._wait = self._others.post(messages, self._posts) or self._wait
         self._posts += 1

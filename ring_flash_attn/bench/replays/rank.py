@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,26 +13,20 @@ from torch import Tensor
 from ...engine.attention import QKV, PreparedCall, backward, forward
 from ...engine.executor import Pool
 from ...engine.prepare import prepare_rank, prepare_virtual
-from ...plan.steps import Side
-from ..link import Link
-from ..workload import BACKWARD, Placement, Workload, options_of, problem_of
+from ...kernels.base import as_block, as_direct
+from ...plan.steps import Payload, Plan, Side
+from ..workload import BACKWARD, FORWARD, Link, Placement, Workload, options_of, problem_of
 from .emulated import EmulatedRanks, RandomData, RecordedKernel, Recorder
-from .memory import pass_costs
 from .results import Bar, PassCost
 
 OutLse = tuple[Tensor, Tensor]
+_INPUTS = {Side.KEY: "K, V", Side.QUERY: "Q"}
+_RESULTS = {(Side.QUERY, False): "out, lse", (Side.QUERY, True): "dQ", (Side.KEY, True): "dK, dV"}
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRank:
-    """A rank of many, or the only one of a single device, and its data.
-
-    Attributes:
-        prepared: what runs.
-        shard: q, k, v.
-        dout: gradient of the output.
-        others: emulated; None on one device.
-    """
+    """A rank of many, or the only one of a single device: what runs, its data, emulated others."""
 
     prepared: PreparedCall
     shard: QKV
@@ -38,67 +34,61 @@ class ReplayedRank:
     others: EmulatedRanks | None = None
 
     def forward(self) -> OutLse:
-        """(out, lse)."""
         (result,) = forward(self.prepared, [self.shard], None)
         return result
 
     def backward(self, result: OutLse) -> QKV:
-        """(dq, dk, dv)."""
         _, (grads,) = backward(self.prepared, [self.shard], None, [result], [(self.dout, None)])
         return grads
 
     def both(self) -> tuple[OutLse, QKV]:
-        """(out, lse) and (dq, dk, dv)."""
         result = self.forward()
         return result, self.backward(result)
 
-    def recorded(self, both: bool = True) -> tuple[Bar, ...]:
-        """A timeline of one forward pass and, if `both`, one backward pass."""
+    def recorded_by(self, recorder: Recorder) -> ReplayedRank:
+        """This rank of many, whose launches and posts a recorder notes from now on."""
         assert self.others is not None, "a rank of many"
-        recorder = Recorder(self.prepared.call.device)
+        self.others.recorder = recorder
         (local,) = self.prepared.ranks
         plans = (local.forward.plan, local.backward.plan)
         kernel: Any = RecordedKernel(self.prepared.kernel, recorder, plans)
-        rank = replace(self, prepared=replace(self.prepared, kernel=kernel))
-        self.others.recorder = recorder
-        try:
-            result = rank.forward()
-            recorder.direction = BACKWARD
-            if both:
-                rank.backward(result)
-        finally:
-            self.others.recorder = None
+        return replace(self, prepared=replace(self.prepared, kernel=kernel))
+
+    def recorded(self, both: bool = True) -> tuple[Bar, ...]:
+        """A timeline of one forward pass and, if `both`, one backward pass."""
+        recorder = Recorder(self.prepared.call.device)
+        rank = self.recorded_by(recorder)
+        result = rank.forward()
+        recorder.direction = BACKWARD
+        if both:
+            rank.backward(result)
         return recorder.bars()
 
 
 class PersistentPool(Pool):
-    """Buffers that stay, and serve every pass."""
+    """Buffers that stay, and serve every pass; `most` has bytes in use at once since a clear."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.most: dict[torch.dtype, int] = {}
+        self._used: Counter[torch.dtype] = Counter()
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A used one if there is any."""
         free = self.free.get((shape, dtype))
-        return free.pop() if free else super().take(shape, dtype, device)
+        buffer = free.pop() if free else super().take(shape, dtype, device)
+        self._used[dtype] += buffer.nbytes
+        self.most[dtype] = max(self.most.get(dtype, 0), self._used[dtype])
+        return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """For the next to take."""
+        self._used[buffer.dtype] -= buffer.nbytes
         self.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
 
 class LibraryRanks:
     """This library's ranks; they share random data, buffers, and shards of one size.
 
-    Attributes:
-        name: in words.
-        workload: what all ranks compute together.
-        placement: how it is spread, resolved (`inputs.resolve`).
-        share: a rank's own tokens, as a call on one device.
-        device: where ranks run.
-        problem: the workload as plans have it.
-        base_pairs, full_pairs: of a rank's own tokens with the mask and without, over query heads.
-        data: what others send.
+    The placement is resolved (`inputs.resolve`); `share` is a rank's own tokens, on one device.
     """
 
     def __init__(self, workload: Workload, placement: Placement, device: torch.device) -> None:
@@ -106,8 +96,6 @@ class LibraryRanks:
         self.share = workload.share(placement.world_size)
         self.name = str(placement)
         self.problem = problem_of(workload, placement)
-        self.base_pairs = workload.nheads * self.share.pairs
-        self.full_pairs = workload.nheads * self.share.seqlen**2
         self.data = RandomData(device)
         self._shards: dict[int, tuple[QKV, Tensor]] = {}
         self._pool = PersistentPool()
@@ -119,7 +107,6 @@ class LibraryRanks:
         return self._shards[tokens]
 
     def size(self, rank: int) -> int:
-        """Tokens in the shard of a rank."""
         return self.problem.size(Side.QUERY, rank)
 
     @property
@@ -129,13 +116,10 @@ class LibraryRanks:
         return 2 * self.workload.batch * (headdim + (headdim_v or headdim))
 
     def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> ReplayedRank:
-        """A rank of many.
+        """A rank of many; `link` None: messages cost nothing.
 
-        Args:
-            rank: which.
-            link: how it reaches the others; None: messages cost nothing.
-            keep_buffers: from run to run, which messages that cost nothing need for sane numbers.
-                All such ranks share them; their memory is not as it would be.
+        Such messages need `keep_buffers`, the same from run to run, for sane numbers. All ranks
+        share those, so that their memory is not as it would be.
         """
         shard, dout = self.shard(self.size(rank))
         wide = self.workload.torch_dtype.itemsize >= torch.float32.itemsize
@@ -161,9 +145,56 @@ class LibraryRanks:
     def describe(self, rank: int) -> tuple[int, int, tuple[PassCost, PassCost]]:
         """Tokens of a rank, pairs that it computes over all query heads, and its passes' costs.
 
-        Random data for all that it receives is there afterwards.
+        It runs both passes once. Random data for all that the rank receives is there afterwards.
         """
-        found = self.rank(rank, None)
+        recorder, buffers = Recorder(self.device), self._pool.most
+        found = self.rank(rank, None).recorded_by(recorder)
+        buffers.clear()
+        result = found.forward()
+        first = PassCost(**recorder.costs[FORWARD], held=_held(found, buffers, False))
+        buffers.clear()
+        recorder.direction = BACKWARD
+        found.backward(result)
+        second = PassCost(**recorder.costs[BACKWARD], held=_held(found, buffers, True))
         pairs = found.prepared.ranks[0].forward.plan.pairs  # over KV heads
         group = self.workload.nheads // self.workload.nheads_k
-        return self.size(rank), pairs * group, pass_costs(found.prepared, found.shard, self.data)
+        return self.size(rank), pairs * group, (first, second)
+
+
+def _held(
+    rank: ReplayedRank, buffers: Mapping[torch.dtype, int], is_backward: bool
+) -> dict[str, int]:
+    """By name: states or accumulators of the pass, and its buffers."""
+    call, kernel, (local,) = rank.prepared.call, rank.prepared.kernel, rank.prepared.ranks
+    path = local.backward if is_backward else local.forward
+    element, state = call.dtype.itemsize, call.state_dtype.itemsize
+    rows = rank.shard[0].shape[:3].numel() * state
+    held = {}
+    at_once = path.single_launch is not None and as_direct(kernel) is not None
+    if element != state and not at_once:  # else they become what the user gets
+        if is_backward:
+            held["accumulators of dQ, dK, dV, fp32"] = state * sum(x.numel() for x in rank.shard)
+        else:
+            held["state of out, fp32"] = rows * call.headdim_v
+    if is_backward and as_block(kernel) is None:
+        held["delta"] = rows
+    inputs, results = _names(path.plan, is_backward)
+    for dtype, most in buffers.items():
+        if element == state:
+            name = "; ".join(name for name in (inputs, results) if name)
+        else:
+            name = inputs if dtype is call.dtype else results
+        held[name] = most
+    return held
+
+
+def _names(plan: Plan, is_backward: bool) -> tuple[str, str]:
+    """What travels, in words: what kernels read, and what they have accumulated."""
+    transfers = [t for step in plan.steps for t in step.transfers]
+    inputs = {_INPUTS[t.side] for t in transfers if t.payload is Payload.INPUT}
+    results = {_RESULTS[t.side, is_backward] for t in transfers if t.payload is Payload.RESULT}
+    if is_backward and any(t.side is Side.QUERY for t in transfers):
+        inputs.add("dout")
+        results.add("lse, delta")
+    first, second = (f"{', '.join(sorted(x))} in flight" if x else "" for x in (inputs, results))
+    return first, second

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
-from ..link import NONE, Link, find_link
+from ...plan.build import make_plan
 from ..machine import device_name, find_device, versions
 from ..timing import Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
-from ..workload import Placement, Workload, resolve
+from ..workload import (
+    BOTH,
+    FORWARD,
+    Link,
+    Placement,
+    Workload,
+    find_link,
+    problem_of,
+    rank_tokens,
+    resolve,
+)
 from .baseline import BaselinePasses, BaselineRanks, BlockAttention, NativeAttention
 from .emulated import check_link
 from .rank import LibraryRanks, ReplayedRank
-from .results import Bar, ByPass, Design, Measured, PassCost, RankResult, Replay
+from .results import Bar, Design, Measured, PassCost, RankResult, Replay
 
 _SEQLEN = 8192  # of a rank, if the user does not say
 _MISSING = ("seqlen_k", "cu_seqlens_k", "dropout_p", "alibi", "sink", "lse_grad")
+_PASSES = (FORWARD, BOTH)
 Baseline = bool | str | BlockAttention
-Ranks = LibraryRanks | BaselineRanks
 Passes = ReplayedRank | BaselinePasses
 Report = Callable[[str], None]
 
@@ -84,13 +93,13 @@ def replay(
     """
     if baseline is not False and existing is not False:
         raise ValueError("existing is the old name of baseline: give one of them")
-    found = link if isinstance(link, Link) else find_link(NONE if link is None else link)
+    found = link if isinstance(link, Link) else find_link(link)
     placement = Placement(
         world_size, layout, route, kernel, heads_k_stride, sources_per_launch, found
     )
     workload = Workload(
         batch=batch,
-        seqlen=_SEQLEN if seqlen is None else seqlen,
+        seqlen=world_size * (_SEQLEN if seqlen is None else seqlen),
         nheads=nheads,
         nheads_k=nheads_k,
         headdim=headdim,
@@ -98,14 +107,8 @@ def replay(
         dtype=dtype,  # type: ignore[arg-type]  # any name of it
         cu_seqlens=None if cu_seqlens is None else tuple(cu_seqlens),
     )
-    if cu_seqlens is None:
-        workload = replace(workload, seqlen=workload.seqlen * world_size)
-    elif seqlen is not None and seqlen * world_size != workload.seqlen:
-        raise ValueError(
-            f"seqlen {seqlen} and cu_seqlens {','.join(map(str, cu_seqlens))}: offsets are those "
-            "of the whole stream over all ranks, no longer those of a rank, and must end at "
-            f"{world_size} × {seqlen} = {world_size * seqlen}"
-        )
+    if cu_seqlens is not None:
+        rank_tokens(cu_seqlens, world_size, seqlen)
     return replay_ranks(
         workload,
         placement,
@@ -135,32 +138,32 @@ def replay_ranks(
     placement = check_replay(workload, placement, device)
     chosen = check_ranks(ranks, placement.world_size)
     ours = LibraryRanks(workload, placement, device)
-    designs: list[Ranks] = [ours]
+    designs: list[LibraryRanks | BaselineRanks] = [ours]
     if baseline is not False:
-        designs.append(BaselineRanks(ours, _block(baseline)))
+        block = "fa2" if baseline is True else baseline
+        block = NativeAttention(block) if isinstance(block, str) else block
+        designs.append(BaselineRanks(ours, block))
     with on_device(device):
-        runs = [_DesignRuns(design, ours, chosen, report) for design in designs]
+        timed = [list(_timed(each, ours, chosen, report)) for each in designs]
         watch = Stopwatch(device)
-        works = {name: work for each in runs for name, work in each.works()}
+        works = {name: work for each in timed for one in each for name, work in one.works()}
         samples = interleaved(works, watch, repeats, report)
-        found = [each.design(samples) for each in runs]
+        found = []
+        for design, each in zip(designs, timed, strict=True):
+            base, full, *results = (one.result(samples) for one in each)
+            single = base.pairs, base.measured, full.pairs, full.measured
+            sizes = placement.world_size, ours.flops_per_pair
+            found.append(Design(design.name, *sizes, *single, tuple(results)))
         bars: tuple[Bar, ...] = ()
         if timeline:  # a run of its own, which changes nothing that is timed
-            slowest = found[0].slowest(both=True)
-            rank = runs[0].ranks[slowest.rank].passes[-1]
+            slowest = found[0].slowest(BOTH)
+            rank = timed[0][2 + chosen.index(slowest.rank)].runs[-1]
             assert isinstance(rank, ReplayedRank)
-            watch.lead(slowest.measured.host.both)
+            watch.lead(slowest.measured.host[BOTH])
             bars = rank.recorded()
     theirs = found[1] if len(found) > 1 else None
     where = device_name(device), versions()
     return Replay(workload, placement, *where, repeats, found[0], theirs, bars)
-
-
-def _block(baseline: Baseline) -> BlockAttention:
-    """What the baseline runs on."""
-    if isinstance(baseline, bool):
-        return NativeAttention("fa2")
-    return NativeAttention(baseline) if isinstance(baseline, str) else baseline
 
 
 def check_replay(workload: Workload, placement: Placement, device: torch.device) -> Placement:
@@ -175,115 +178,88 @@ def check_replay(workload: Workload, placement: Placement, device: torch.device)
     for name in _MISSING:
         if getattr(workload, name):
             raise ValueError(f"{name} {getattr(workload, name)}: not for replayed ranks")
-    if workload.seqlen < placement.world_size:
-        raise ValueError(f"world_size {placement.world_size}: only {workload.seqlen} tokens")
     check_link(placement.link, device)
     return resolve(workload, placement, device)
 
 
 def check_ranks(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
     """Each once, by default all; ValueError for one that there is not."""
-    if not ranks:
-        return tuple(range(world_size))
-    for rank in ranks:
+    for rank in ranks or ():
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of 0 … {world_size - 1}")
-    return tuple(dict.fromkeys(ranks))
+    return tuple(dict.fromkeys(ranks or range(world_size)))
 
 
-class _Timed(NamedTuple):
-    """A rank, or one device.
+def busiest_rank(workload: Workload, placement: Placement) -> int:
+    """The rank with most pairs; of several the last, which merges most."""
+    problem = problem_of(workload, placement)
+    ranks = range(placement.world_size)
+    return max(ranks, key=lambda rank: (make_plan(placement.route, problem, rank).pairs, rank))
 
-    Attributes:
-        name: in words.
-        passes: with communication removed, and over the link if there is one.
-        peak: bytes above inputs, outputs and gradients.
-        in_a_row: a run does its work so often.
-    """
+
+def repeated(work: Work, times: int) -> Work:
+
+    def run() -> None:
+        for _ in range(times):
+            work()
+
+    return work if times == 1 else run
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A rank, or one device."""
 
     name: str
-    passes: Sequence[Passes]
-    peak: ByPass[int] | None
-    in_a_row: int = 1
+    about: tuple[int, int, int, tuple[PassCost, ...]]  # the beginning of a `RankResult`
+    runs: Sequence[Passes]  # with communication removed, and over the link if there is one
+    peak: dict[str, int] | None
+    in_a_row: int = 1  # a run does its work so often
 
     def works(self) -> Iterator[tuple[str, Work]]:
-        """What is timed, by name."""
-        for passes, link in zip(self.passes, ("", ", with the link")):
-            yield f"{self.name}, forward{link}", self._repeated(passes.forward)
-            yield f"{self.name}, forward and backward{link}", self._repeated(passes.both)
+        for passes, link in zip(self.runs, ("", ", with the link")):
+            for what, work in (("forward", passes.forward), ("forward and backward", passes.both)):
+                yield f"{self.name}, {what}{link}", repeated(work, self.in_a_row)
 
-    def _repeated(self, work: Work) -> Work:
-        def run() -> None:
-            for _ in range(self.in_a_row):
-                work()
-
-        return work if self.in_a_row == 1 else run
-
-    def measured(self, found: Mapping[str, Samples]) -> Measured:
-        """Medians of the samples."""
+    def result(self, found: Mapping[str, Samples]) -> RankResult:
         samples = [found[name] / self.in_a_row for name, _ in self.works()]
-        removed, counts = samples[:2], samples[-2:]
-        times = ByPass(*(each.median.device for each in counts))
-        return Measured(
-            ByPass(*(each.median.device for each in removed)),
-            times if len(self.passes) > 1 else None,
-            ByPass(*(each.median.host for each in counts)),
+        removed, counts = (dict(zip(_PASSES, each)) for each in (samples, samples[-2:]))
+        times = {passes: each.median.device for passes, each in counts.items()}
+        measured = Measured(
+            {passes: each.median.device for passes, each in removed.items()},
+            times if len(self.runs) > 1 else None,
+            {passes: each.median.host for passes, each in counts.items()},
             self.peak,
-            ByPass(*(each.device for each in counts)),
+            {passes: list(each.device) for passes, each in counts.items()},
         )
+        return RankResult(*self.about, measured)
 
 
-class _DesignRuns:
-    """One device and ranks of a design: what is timed of it, and what that says.
+def _timed(
+    design: LibraryRanks | BaselineRanks, ours: LibraryRanks, chosen: Sequence[int], report: Report
+) -> Iterator[_Timed]:
+    """One device with the mask and without, and the ranks of a design.
 
     One device does its work as often in a row as it takes to equal a rank. A short run would have a
     higher clock than a long one, and be no measure for it.
     """
 
-    def __init__(
-        self, design: Ranks, ours: LibraryRanks, chosen: Sequence[int], report: Report
-    ) -> None:
-        self._design, self._ours, self._report = design, ours, report
-        world_size, link = ours.placement.world_size, ours.placement.link
-        at_full_rate = max(1, world_size * ours.base_pairs // ours.full_pairs)
-        base, full = design.single_device(masked=True), design.single_device(masked=False)
-        self._base = self._timed("one device", base, [base], world_size)
-        self._full = self._timed("one device without a mask", full, [full], at_full_rate)
-        self._described: dict[int, tuple[int, int, tuple[PassCost, ...]]] = {}
-        self.ranks: dict[int, _Timed] = {}
-        for rank in chosen:
-            self._described[rank] = design.describe(rank)
-            passes = [design.rank(rank, each) for each in dict.fromkeys((None, link))]
-            fresh = design.rank(rank, None, keep_buffers=False)
-            self.ranks[rank] = self._timed(f"rank {rank}", fresh, passes)
+    def peak(name: str, fresh: Passes) -> dict[str, int] | None:
+        report(f"memory of {name}")
+        forward, both = (peak_bytes(run, ours.device) for run in (fresh.forward, fresh.both))
+        return None if forward is None or both is None else {FORWARD: forward, BOTH: both}
 
-    def _timed(
-        self, who: str, fresh: Passes, passes: Sequence[Passes], in_a_row: int = 1
-    ) -> _Timed:
-        """Measures the memory of `fresh` passes."""
-        name, device = f"{self._design.name}, {who}", self._ours.device
-        self._report(f"memory of {name}")
-        forward, both = peak_bytes(fresh.forward, device), peak_bytes(fresh.both, device)
-        peak = None if forward is None or both is None else ByPass(forward, both)
-        return _Timed(name, passes, peak, in_a_row)
-
-    def works(self) -> Iterator[tuple[str, Work]]:
-        """What is timed, by name."""
-        for each in (self._base, self._full, *self.ranks.values()):
-            yield from each.works()
-
-    def design(self, samples: Mapping[str, Samples]) -> Design:
-        """What was found."""
-        return Design(
-            self._design.name,
-            self._ours.placement.world_size,
-            self._ours.flops_per_pair,
-            self._ours.base_pairs,
-            self._base.measured(samples),
-            self._ours.full_pairs,
-            self._full.measured(samples),
-            tuple(
-                RankResult(rank, *self._described[rank], each.measured(samples))
-                for rank, each in self.ranks.items()
-            ),
-        )
+    world_size, nheads, tokens = ours.placement.world_size, ours.workload.nheads, ours.share.seqlen
+    pairs, full_pairs = nheads * ours.share.pairs, nheads * tokens**2
+    at_full_rate = max(1, world_size * pairs // full_pairs)
+    for who, masked, own, often in (
+        ("one device", True, pairs, world_size),
+        ("one device without a mask", False, full_pairs, at_full_rate),
+    ):
+        name, single = f"{design.name}, {who}", design.single_device(masked)
+        yield _Timed(name, (0, tokens, own, ()), [single], peak(name, single), often)
+    for rank in chosen:
+        name, about = f"{design.name}, rank {rank}", (rank, *design.describe(rank))
+        runs = [design.rank(rank, link) for link in dict.fromkeys((None, ours.placement.link))]
+        fresh = design.rank(rank, None, keep_buffers=False)
+        yield _Timed(name, about, runs, peak(name, fresh))
