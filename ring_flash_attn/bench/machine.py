@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +15,7 @@ from typing import Any
 
 import torch
 
-from .results import Results, Row
-from .timing import WARM_UP, Stopwatch, Work, on_device
-from .workload import dtype_name, find_dtype
+from .results import Peak, Results, Row
 
 _PACKAGES = (
     "ring-flash-attn",
@@ -43,22 +40,10 @@ _QUERIES = {  # of nvidia-smi
     "power_limit_w": "power.limit",
     "temperature_c": "temperature.gpu",
 }
-_RUNS = 7
-_SIZE = 8192  # of the square matrices whose product is timed
-_BYTES = 1 << 30  # of the tensor that is copied
 GOOD, FAIR, POOR = "good", "fair", "needs work"
 _A100, _A100_PEAK = "A100", 312.0  # TFLOP/s of its tensor cores in half precision
 _RATES = (150.0, 100.0)  # TFLOP/s on it
 _CLOCK = 0.9  # of the highest
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """What the device does at best, measured."""
-
-    tflops: float  # of a product of large square matrices
-    gbps: float  # of a copy within the device: 10⁹ bytes a second, read and written
-    dtype: str = "bfloat16"  # of the matrices
 
 
 def versions() -> dict[str, str]:
@@ -176,29 +161,6 @@ def commit() -> str | None:
         return None
     found = _output_of(["git", "describe", "--always", "--dirty", "--abbrev=7"], folder)
     return found.strip() or None
-
-
-def measure_peak(device: torch.device, dtype: str) -> Peak | None:
-    """Time a product of matrices and a copy: what a kernel can be compared with.
-
-    None on the CPU: a product in half precision may take minutes there, and kernels use fp32.
-    """
-    if device.type == "cpu":
-        return None
-
-    def median(work: Work) -> float:
-        for _ in range(WARM_UP):
-            work()
-        return statistics.median(watch.time(work).device for _ in range(_RUNS))
-
-    with on_device(device):
-        watch = Stopwatch(device)
-        a, b = (torch.randn(_SIZE, _SIZE, device=device).to(find_dtype(dtype)) for _ in range(2))
-        product = median(lambda: torch.mm(a, b))
-        source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        copy = median(lambda: target.copy_(source))
-    return Peak(2 * _SIZE**3 / product / 1e9, 2 * _BYTES / copy / 1e6, dtype_name(dtype))
 
 
 def command() -> str:

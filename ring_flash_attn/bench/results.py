@@ -28,6 +28,15 @@ _NAMED = (  # fields that hold values by name
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What the device does at best, measured."""
+
+    tflops: float  # of a product of large square matrices
+    gbps: float  # of a copy within the device: 10⁹ bytes a second, read and written
+    dtype: str = "bfloat16"  # of the matrices
+
+
 @dataclass(frozen=True)
 class Row:
     """One thing that was measured, in `kind`, or why it `failed`."""

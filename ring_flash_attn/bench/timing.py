@@ -13,6 +13,9 @@ from typing import TypeVar
 
 import torch
 
+from .results import Peak
+from .workload import dtype_name, find_dtype
+
 Name = TypeVar("Name", bound=Hashable)
 Work = Callable[[], object]
 
@@ -21,6 +24,9 @@ _FLUSH = 1 << 28  # 1/4 GiB of zeros: a cold L2, and time to queue in
 _MOST_LEAD, _MARGIN = 40.0, 1.25  # ms; of the host's time
 _VARIES = 4  # times as long as the first time, the host may take and still find the device busy
 _MOST_RUNS = 8  # of a short work in a round
+_RUNS = 7
+_SIZE = 8192  # of the square matrices whose product is timed
+_BYTES = 1 << 30  # of the tensor that is copied
 _SLOW, _ENOUGH, _FEWEST = 4, 1000.0, 5  # times the median work; ms of all its runs; rounds
 
 
@@ -177,3 +183,26 @@ def peak_bytes(work: Work, device: torch.device) -> int | None:
     left = torch.cuda.memory_allocated(device) - before
     del results
     return peak - left
+
+
+def measure_peak(device: torch.device, dtype: str) -> Peak | None:
+    """Time a product of matrices and a copy: what a kernel can be compared with.
+
+    None on the CPU: a product in half precision may take minutes there, and kernels use fp32.
+    """
+    if device.type == "cpu":
+        return None
+
+    def median(work: Work) -> float:
+        for _ in range(WARM_UP):
+            work()
+        return statistics.median(watch.time(work).device for _ in range(_RUNS))
+
+    with on_device(device):
+        watch = Stopwatch(device)
+        a, b = (torch.randn(_SIZE, _SIZE, device=device).to(find_dtype(dtype)) for _ in range(2))
+        product = median(lambda: torch.mm(a, b))
+        source = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copy = median(lambda: target.copy_(source))
+    return Peak(2 * _SIZE**3 / product / 1e9, 2 * _BYTES / copy / 1e6, dtype_name(dtype))

@@ -19,6 +19,7 @@ from ..bench.results import (
     COMPARE,
     MISSING,
     ON_CPU,
+    Peak,
     Results,
     Row,
     beside,
@@ -40,6 +41,14 @@ if TYPE_CHECKING:
 _BASE = "torch standard"
 
 
+def _choices() -> tuple[str, ...]:
+    """Our kernels, and other libraries."""
+    return (AUTO, NATIVE, *implementation_names())
+
+
+Implementation = Annotated[str, o.named("implementation", _choices, "One of {}.", "--kernel")]
+
+
 def bench(
     batch: o.Batch = None,
     seqlen: o.Seqlen = None,
@@ -50,7 +59,7 @@ def bench(
     window: o.Window = None,
     dtype: o.Dtype = None,
     preset: o.Preset = None,
-    kernel: o.Implementation = AUTO,
+    kernel: Implementation = AUTO,
     repeats: o.Repeats = None,
     no_grad: o.NoGrad = False,
     device: o.Device = None,
@@ -92,7 +101,7 @@ def compare(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            parser=o.one_of("implementation", o.implementation_choices),
+            parser=o.one_of("implementation", _choices),
             metavar="NAMES",
             help=f"Only these of {', '.join(implementation_names())}; auto, native.",
         ),
@@ -110,7 +119,7 @@ def compare(
         str | None,
         o.named(
             "implementation",
-            o.implementation_choices,
+            _choices,
             "Whose time speed-ups are against; native if you name it, "
             f"else {_BASE}, else the first that ran.",
         ),
@@ -235,8 +244,9 @@ def _measure(
 
     `after_each` and `at_end` show it; `how` is what `measure` takes.
     """
-    from ..bench.machine import make_results, measure_peak
+    from ..bench.machine import make_results
     from ..bench.measure import measure
+    from ..bench.timing import measure_peak
 
     rows: list[Row] = []
     peak = None
@@ -289,7 +299,7 @@ def _show_sweep(console: Console, results: Results, workloads: Sequence[Workload
 
 def _cells(row: Row, results: Results) -> list[str]:
     """Times, rates of the fastest run and on average, share of the peak, verdict, memory."""
-    from ..bench.machine import Peak, rate_verdict
+    from ..bench.machine import rate_verdict
 
     if row.failed is not None or row.ms is None or row.tflops is None:
         return ["[red]failed[/]"]
@@ -305,7 +315,7 @@ def _cells(row: Row, results: Results) -> list[str]:
 
 def _notes(results: Results) -> Iterator[object]:
     """How to read it."""
-    from ..bench.machine import Peak, machine_verdicts, rate_verdict
+    from ..bench.machine import machine_verdicts, rate_verdict
 
     yield (
         f"{results.settings['repeats']} rounds; short passes have several runs in each. TFLOP/s: "

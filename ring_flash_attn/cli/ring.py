@@ -15,8 +15,16 @@ from ..bench.workload import FORWARD, Placement, Workload, find_link, rank_token
 from ..kernels.base import AUTO
 from . import options
 from .console import FAILED, print_versus, screen, status, usage_errors, write
-from .groups import check_group, check_no_group, check_world_size, is_first_rank
-from .options import compared, find_limits, find_versus, parse_offsets
+from .options import (
+    check_group,
+    check_no_group,
+    check_world_size,
+    compared,
+    find_limits,
+    find_versus,
+    is_first_rank,
+    parse_offsets,
+)
 from .replay import communication, shard_sizes
 
 if TYPE_CHECKING:

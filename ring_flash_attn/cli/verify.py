@@ -35,7 +35,6 @@ from ..verify.catalogue import (
     make_cases,
 )
 from .console import running, screen, usage_errors, write
-from .groups import check_group, check_no_group, check_world_size, is_first_rank
 from .options import (
     Backend,
     Device,
@@ -46,7 +45,11 @@ from .options import (
     Routes,
     Timeout,
     Versus,
+    check_group,
+    check_no_group,
+    check_world_size,
     find_versus,
+    is_first_rank,
     named,
 )
 

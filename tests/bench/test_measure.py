@@ -20,14 +20,9 @@ from typer.testing import CliRunner
 
 from ring_flash_attn.bench import implementations
 from ring_flash_attn.bench.implementations import Implementation, find_implementation
-from ring_flash_attn.bench.machine import (
-    _from_nvidia_smi,
-    commit,
-    find_device,
-    machine,
-    measure_peak,
-)
+from ring_flash_attn.bench.machine import _from_nvidia_smi, commit, find_device, machine
 from ring_flash_attn.bench.measure import _capture, errors_of, exact, measure
+from ring_flash_attn.bench.timing import measure_peak
 from ring_flash_attn.bench.workload import PRESETS, Workload, call_of
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.verify.oracle import Rules, oracle

@@ -13,8 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench.implementations import implementation_names
-from ring_flash_attn.bench.machine import Peak
-from ring_flash_attn.bench.results import Row, load
+from ring_flash_attn.bench.results import Peak, Row, load
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
 
@@ -55,7 +54,7 @@ def test_bench_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return [Row("bench", *names, "forward", of.to_dict(), {}, (1.0, 2.0, 6.0), 10.0, 3 << 20)]
 
     monkeypatch.setattr("ring_flash_attn.bench.measure.measure", measured)
-    monkeypatch.setattr("ring_flash_attn.bench.machine.measure_peak", lambda *_: Peak(40.0, 1.0))
+    monkeypatch.setattr("ring_flash_attn.bench.timing.measure_peak", lambda *_: Peak(40.0, 1.0))
     output = rfa("bench", *TINY).output
     (line,) = (line for line in output.splitlines() if line.strip().startswith("forward"))
     # min, avg, median, max; 10 TFLOP/s at 2 ms are 20 at 1 ms, and 6.667 at 3 ms; 10 of 40

@@ -9,9 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 from ring_flash_attn.bench.implementations import implementation_names
-from ring_flash_attn.bench.machine import machine, measure_peak
+from ring_flash_attn.bench.machine import machine
 from ring_flash_attn.bench.measure import measure
 from ring_flash_attn.bench.results import load
+from ring_flash_attn.bench.timing import measure_peak
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
 

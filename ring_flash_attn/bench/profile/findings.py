@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...kernels.base import kernel_names
-from ..machine import Peak, Verdict, judge, machine_verdicts, rate_verdict
-from ..results import COMPARE, Row
+from ..machine import Verdict, judge, machine_verdicts, rate_verdict
+from ..results import COMPARE, Peak, Row
 from ..workload import BOTH
 from .parts import NCU_COMPUTE, PARTS
 from .subject import Subject

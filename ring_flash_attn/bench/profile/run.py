@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ..implementations import implementation_names
-from ..machine import Peak, make_results, measure_peak
+from ..machine import make_results
 from ..measure import Report, measure
 from ..replays.results import Bar, replay_rows
 from ..replays.run import replay_ranks
-from ..results import BENCH, COMPARE, Results, Row
-from ..timing import on_device
+from ..results import BENCH, COMPARE, Peak, Results, Row
+from ..timing import measure_peak, on_device
 from ..workload import BOTH, FORWARD
 from . import parts
 from .findings import Facts, TimedPass
