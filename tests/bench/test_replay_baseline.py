@@ -67,4 +67,4 @@ def test_it_runs_on_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         base.load_kernel.cache_clear()
     assert found.baseline is not None
-    assert found.baseline.name == "existing library's zigzag design on fa4"
+    assert found.baseline.name == "baseline on fa4"

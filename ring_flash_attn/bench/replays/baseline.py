@@ -190,7 +190,7 @@ class BaselineRanks:
         self._ours, self._block, self._tokens = ours, block, ours.share.seqlen
         self._check()
         block_name = getattr(block, "name", type(block).__name__)
-        self.name = f"existing library's zigzag design on {block_name}"  # as in stored results
+        self.name = f"baseline on {block_name}"
         self._buffers: list[Tensor] = []
 
     def _check(self) -> None:
