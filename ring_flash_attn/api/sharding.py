@@ -11,7 +11,10 @@ from torch import Tensor
 from .. import comm
 from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
-from ..plan.layout import Sharding, get_layout
+from ..plan.layout import get_layout
+from ..plan.problem import Problem
+from ..plan.steps import Side
+from ..plan.tiles import Mask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,8 +47,8 @@ def shard(
     checks.check_tensor("x", x)
     dim = _token_dim(dim, cu_seqlens, x)
     rank, world_size = _who(rank, world_size, group)
-    sharding = _sharding(layout, cu_seqlens, x.shape[dim], world_size, f"x in dim = {dim}")
-    return x.index_select(dim, torch.tensor(sharding.tokens(rank), device=x.device).long())
+    problem = _problem(layout, cu_seqlens, x.shape[dim], world_size, f"x in dim = {dim}")
+    return x.index_select(dim, torch.tensor(_tokens(problem, rank), device=x.device).long())
 
 
 def unshard(
@@ -84,13 +87,12 @@ def unshard(
     total = sum(part.shape[dim] for part in x)
     if seqlen is not None and seqlen != total:
         raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
-    sharding = _sharding(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
-    tokens = torch.tensor(
-        [t for rank in range(len(x)) for t in sharding.tokens(rank)], device="cpu"
-    )
+    problem = _problem(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
     for rank, part in enumerate(x):
-        _check_size(sharding, rank, part, dim)
-    return torch.cat(list(x), dim).index_select(dim, tokens.long().argsort().to(x[0].device))
+        _check_size(problem, rank, part, dim)
+    tokens = [token for rank in range(len(x)) for token in _tokens(problem, rank)]
+    order = torch.tensor(tokens, device="cpu").long().argsort()
+    return torch.cat(list(x), dim).index_select(dim, order.to(x[0].device))
 
 
 def _check_shards(x: Sequence[Tensor], dim: int | None, cu_seqlens: CuSeqlens | None) -> int:
@@ -132,10 +134,10 @@ def _gather(
     rank, world_size = comm.rank_and_size(group)
     if seqlen is None and cu_seqlens is None:
         seqlen = x.shape[dim] * world_size
-    sharding = _sharding(layout, cu_seqlens, seqlen, world_size)
-    _check_size(sharding, rank, x, dim)
+    problem = _problem(layout, cu_seqlens, seqlen, world_size)
+    _check_size(problem, rank, x, dim)
     before, after = x.shape[:dim], x.shape[dim % x.dim() + 1 :]
-    shapes = [(*before, sharding.size(other), *after) for other in range(world_size)]
+    shapes = [(*before, problem.size(Side.KEY, other), *after) for other in range(world_size)]
     parts = comm.gather_shards(x.contiguous(), shapes, comm.resolve_group(group))
     return unshard(parts, layout, cu_seqlens=cu_seqlens, seqlen=seqlen, dim=dim)
 
@@ -172,8 +174,9 @@ def position_ids(
     if device is None and isinstance(cu_seqlens, Tensor):
         device = cu_seqlens.device
     rank, world_size = _who(rank, world_size, group)
-    sharding = _sharding(layout, cu_seqlens, seqlen, world_size)
-    return torch.tensor(sharding.positions(rank), dtype=torch.int64, device=device)
+    held = _problem(layout, cu_seqlens, seqlen, world_size).spans(Side.KEY, rank)
+    positions = [position for span in held for position in span.positions]
+    return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
 def _token_dim(dim: int | None, cu_seqlens: CuSeqlens | None, x: Tensor) -> int:
@@ -198,25 +201,32 @@ def _who(rank: int | None, world_size: int | None, group: ProcessGroup | None) -
     return found
 
 
-def _sharding(
+def _problem(
     layout: str,
     cu_seqlens: CuSeqlens | None,
     total: int | None,
     world_size: int,
     where: str = "seqlen",
-) -> Sharding:
+) -> Problem:
+    """Who holds what; without cu_seqlens, of one document."""
     lengths = (total or 0,) if cu_seqlens is None else document_lengths(cu_seqlens, fresh=True)
     if cu_seqlens is not None and total is not None and sum(lengths) != total:
         raise ValueError(
             f"cu_seqlens ends at {sum(lengths)}, but there are {total} tokens ({where})"
         )
-    return Sharding(get_layout(layout), lengths, world_size)
+    return Problem(get_layout(layout), lengths, lengths, world_size, Mask())
 
 
-def _check_size(sharding: Sharding, rank: int, x: Tensor, dim: int) -> None:
-    if x.shape[dim] != sharding.size(rank):
+def _tokens(problem: Problem, rank: int) -> list[int]:
+    """Places in the stream of the rank's tokens, in local order."""
+    return [token for span in problem.spans(Side.KEY, rank) for token in span.tokens]
+
+
+def _check_size(problem: Problem, rank: int, x: Tensor, dim: int) -> None:
+    size = problem.size(Side.KEY, rank)
+    if x.shape[dim] != size:
         raise ValueError(
-            f"rank {rank} of {sharding.world_size} holds {sharding.size(rank)} tokens in layout "
-            f"{sharding.layout.name!r} by seqlen or cu_seqlens, but its shard x has {x.shape[dim]} "
+            f"rank {rank} of {problem.world_size} holds {size} tokens in layout "
+            f"{problem.layout.name!r} by seqlen or cu_seqlens, but its shard x has {x.shape[dim]} "
             f"in dim = {dim}"
         )

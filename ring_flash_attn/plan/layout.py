@@ -38,6 +38,16 @@ class Span:
     document: int
     index: int
 
+    @property
+    def tokens(self) -> range:
+        """Places in the packed stream, row by row."""
+        return range(self.index, self.index + self.stride * self.length, self.stride)
+
+    @property
+    def positions(self) -> range:
+        """Positions in the document, row by row."""
+        return range(self.position, self.position + self.stride * self.length, self.stride)
+
     def moved(self, rows: int) -> Span:
         """The same tokens, `rows` further down in a longer buffer."""
         return self._with(self.start + rows, self.length, self.position, self.index)
@@ -160,35 +170,3 @@ def _between(tokens: range, low: int, high: int) -> range:
     first = max(0, -((tokens.start - low) // tokens.step))
     last = max(0, -((tokens.start - high) // tokens.step))
     return tokens[first:last]
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """Who holds what of one packed stream (a batch of equal sequences is a stream of one document).
-
-    `lengths` are the tokens of each document, over all ranks.
-    """
-
-    layout: Layout
-    lengths: tuple[int, ...]
-    world_size: int
-
-    def spans(self, rank: int) -> tuple[Span, ...]:
-        """What `rank` holds."""
-        return spans(self.layout, self.lengths, rank, self.world_size)
-
-    def size(self, rank: int) -> int:
-        """Number of tokens of `rank`."""
-        return sum(span.length for span in self.spans(rank))
-
-    def tokens(self, rank: int) -> list[int]:
-        """Places in the stream of the rank's tokens, in local order."""
-        return [i for s in self.spans(rank) for i in _progression(s.index, s)]
-
-    def positions(self, rank: int) -> list[int]:
-        """Positions in their documents of the rank's tokens, in local order."""
-        return [i for s in self.spans(rank) for i in _progression(s.position, s)]
-
-
-def _progression(first: int, span: Span) -> range:
-    return range(first, first + span.stride * span.length, span.stride)

@@ -97,8 +97,8 @@ def pass_costs(
 
     def cost(is_backward: bool) -> PassCost:
         counter, pool = _Counter(prepared.kernel, data), _CountingPool()
-        rank = LocalRank(local.forward, local.backward, lambda: counter, pool)
-        dry = PreparedCall((rank,), counter, call)
+        rank = LocalRank(local.forward, local.backward, pool)
+        dry = PreparedCall((rank,), counter, call, lambda: [counter])
         if is_backward:
             backward(dry, [(q, k, v)], None, [(out, lse)], [(out, None)])
         else:
