@@ -44,7 +44,6 @@ def shard(
     Returns:
         The rank's tokens in local order, a new tensor. Differentiable.
     """
-    checks.check_tensor("x", x)
     dim = _token_dim(dim, cu_seqlens, x)
     rank, world_size = _who(rank, world_size, group)
     problem = _problem(layout, cu_seqlens, x.shape[dim], world_size, f"x in dim = {dim}")
@@ -78,18 +77,30 @@ def unshard(
     if seqlen is not None:
         seqlen = checks.check_integer("seqlen", seqlen, 0)
     if isinstance(x, Tensor):
-        checks.check_tensor("x", x)
         dim = _token_dim(dim, cu_seqlens, x)
-        return _gather(x, layout, cu_seqlens, seqlen, dim, group)
-    dim = _check_shards(x, dim, cu_seqlens)
-    if group is not None:
-        raise ValueError("unshard of a list of shards takes no group: nothing is gathered")
-    total = sum(part.shape[dim] for part in x)
-    if seqlen is not None and seqlen != total:
-        raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
-    problem = _problem(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
-    for rank, part in enumerate(x):
-        _check_size(problem, rank, part, dim)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "unshard over a group has no gradient: detach the shard, or compute the loss on "
+                "shards"
+            )
+        rank, world_size = comm.rank_and_size(group)
+        if seqlen is None and cu_seqlens is None:
+            seqlen = x.shape[dim] * world_size
+        problem = _problem(layout, cu_seqlens, seqlen, world_size)
+        _check_size(problem, rank, x, dim)
+        sizes = [problem.size(Side.KEY, other) for other in range(world_size)]
+        shapes = [(*x.shape[:dim], size, *x.shape[dim:][1:]) for size in sizes]
+        x = comm.gather_shards(x.contiguous(), shapes, comm.resolve_group(group))
+    else:
+        dim = _check_shards(x, dim, cu_seqlens)
+        if group is not None:
+            raise ValueError("unshard of a list of shards takes no group: nothing is gathered")
+        total = sum(part.shape[dim] for part in x)
+        if seqlen is not None and seqlen != total:
+            raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
+        problem = _problem(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
+        for rank, part in enumerate(x):
+            _check_size(problem, rank, part, dim)
     tokens = [token for rank in range(len(x)) for token in _tokens(problem, rank)]
     order = torch.tensor(tokens, device="cpu").long().argsort()
     return torch.cat(list(x), dim).index_select(dim, order.to(x[0].device))
@@ -104,42 +115,15 @@ def _check_shards(x: Sequence[Tensor], dim: int | None, cu_seqlens: CuSeqlens | 
     for rank, part in enumerate(x):
         checks.check_tensor(f"x[{rank}]", part)
     dim = _token_dim(dim, cu_seqlens, x[0])
-    kinds = [(part.dtype, part.device, _without(part.shape, dim)) for part in x]
+    kinds = [(p.dtype, p.device, p.dim(), p.shape[:dim], p.shape[dim:][1:]) for p in x]
     for rank, kind in enumerate(kinds):
-        if kind != kinds[0] or x[rank].dim() != x[0].dim():
+        if kind != kinds[0]:
+            first, here = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (x[0], x[rank]))
             raise ValueError(
-                f"x must hold shards that differ in dimension {dim} alone, but x[0] is "
-                f"{tuple(x[0].shape)} {kinds[0][0]} on {kinds[0][1]}, and x[{rank}] is "
-                f"{tuple(x[rank].shape)} {kind[0]} on {kind[1]}"
+                f"x must hold shards that differ in dimension {dim} alone, but x[0] is {first}, "
+                f"and x[{rank}] is {here}"
             )
     return dim
-
-
-def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    return tuple(size for i, size in enumerate(shape) if i != dim % len(shape))
-
-
-def _gather(
-    x: Tensor,
-    layout: str,
-    cu_seqlens: CuSeqlens | None,
-    seqlen: int | None,
-    dim: int,
-    group: ProcessGroup | None,
-) -> Tensor:
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "unshard over a group has no gradient: detach the shard, or compute the loss on shards"
-        )
-    rank, world_size = comm.rank_and_size(group)
-    if seqlen is None and cu_seqlens is None:
-        seqlen = x.shape[dim] * world_size
-    problem = _problem(layout, cu_seqlens, seqlen, world_size)
-    _check_size(problem, rank, x, dim)
-    before, after = x.shape[:dim], x.shape[dim % x.dim() + 1 :]
-    shapes = [(*before, problem.size(Side.KEY, other), *after) for other in range(world_size)]
-    parts = comm.gather_shards(x.contiguous(), shapes, comm.resolve_group(group))
-    return unshard(parts, layout, cu_seqlens=cu_seqlens, seqlen=seqlen, dim=dim)
 
 
 def position_ids(
@@ -180,6 +164,7 @@ def position_ids(
 
 
 def _token_dim(dim: int | None, cu_seqlens: CuSeqlens | None, x: Tensor) -> int:
+    checks.check_tensor("x", x)
     if dim is None:
         dim = 1 if cu_seqlens is None else 0
     dim = checks.check_integer("dim", dim)

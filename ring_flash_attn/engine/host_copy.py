@@ -60,14 +60,8 @@ _lock = threading.Lock()
 def host_values(tensor: Tensor, name: str, fresh: bool = False) -> tuple[int, ...]:
     """The integers in a one-dimensional tensor; never stale for a tensor on the CPU.
 
-    Args:
-        tensor: one-dimensional, of integers.
-        name: what the argument is called, for the error.
-        fresh: read it now, whatever is known of it; later reads then return this.
-
-    Raises:
-        RuntimeError: a tensor was written to without a new version, and a call before this one has
-            used what it held earlier.
+    `fresh` reads it now, whatever is known of it. RuntimeError if a tensor was written to without a
+    new version, and a call before this one has used what it held earlier.
     """
     if not _is_far(tensor) or tensor.is_inference():  # an inference tensor has no version
         return _read(tensor)

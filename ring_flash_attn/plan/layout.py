@@ -19,16 +19,8 @@ FLAT_PREFIX = "flat_"
 class Span:
     """Local rows `start … start+length` hold the tokens `position + stride·i` of one document.
 
-    Attributes:
-        start: first local row.
-        length: number of rows, at least 1.
-        position: position of the first token in its document. Queries of a document with more keys
-            than queries (or fewer) count from the end: query i has position i + seqlen_k −
-            seqlen_q, which may be negative.
-        stride: distance between the positions of neighbouring rows.
-        document: number of the document in the packed stream.
-        index: place of the first token in the whole packed stream (neighbours are `stride` apart);
-            the key of dropout's random draws.
+    Query i of a document has position i + seqlen_k − seqlen_q, which may be negative. `index` is
+    the place of the first token in the whole packed stream, the key of dropout's random draws.
     """
 
     start: int
@@ -68,17 +60,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A way to spread tokens over ranks.
-
-    Attributes:
-        name: what users write.
-        split: tokens of a rank, as ranges over one sequence.
-        flat: split the whole packed stream as one sequence, instead of every document by itself.
-    """
+    """A way to spread tokens over ranks."""
 
     name: str
     split: Split
-    flat: bool = False
+    flat: bool = False  # split the whole packed stream, instead of every document by itself
 
 
 _LAYOUTS: dict[str, Layout] = {}

@@ -1,13 +1,8 @@
 """Pieces: where the rows of several shards lie in one buffer, as plain data.
 
-A shard that travels whole lies in a buffer as it is. A buffer of several shards holds their rows by
-document and position, so that what a query sees of all of them lies together:
-
-    zigzag, ranks 0 and 1 of 3      shard of 0: chunks 0, 5      shard of 1: chunks 1, 4
-    in one buffer                   chunks 0, 1, 4, 5            two pieces of each shard
-
-A piece is what of a shard lies together in every such buffer, whoever else is in it. So all ranks
-cut a shard into the same pieces, and can send them one by one: of each, what the other one needs.
+A buffer of several shards holds their rows by document and position, so that what a query sees of
+all of them lies together. A piece is what of a shard lies together in every such buffer, whoever
+else is in it.
 """
 
 from __future__ import annotations
@@ -24,16 +19,9 @@ MOST_PIECES = 4  # of a shard; each is a message for each tensor, which costs th
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """Rows `start … start+length` of a shard; the order of pieces is that of a buffer.
+    """Rows `start … start+length` of a shard; the order of pieces is that of a buffer."""
 
-    Attributes:
-        document, position: of the first token.
-        owner: whose shard.
-        start: first row in the shard.
-        length: number of rows, at least 1.
-    """
-
-    document: int
+    document: int  # of the first token, as is its position
     position: int
     owner: int
     start: int
@@ -43,9 +31,8 @@ class Piece:
 def cut(shards: Sequence[Sequence[Span]]) -> tuple[tuple[Piece, ...], ...]:
     """The pieces of every rank's shard, in the order of its rows.
 
-    Spans that follow each other in the order of all ranks' spans are one piece. If a shard then has
-    more than `MOST_PIECES`, it is cut only within the largest documents of which it has several
-    spans: a user who needs one of these and not the other gets little else between them.
+    Spans that follow each other in the order of all ranks' spans are one piece. A shard with more
+    than `MOST_PIECES` is cut only within the largest documents of which it has several spans.
     """
     keys = sorted(
         (span.document, span.position, owner)

@@ -31,27 +31,16 @@ def _once(method: Method) -> Method:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is to be computed over all ranks: documents, layout, mask, heads.
-
-    Attributes:
-        layout: how tokens are spread, queries and keys alike.
-        lengths_q: queries of each document, over all ranks.
-        lengths_k: keys of each document, over all ranks.
-        world_size: number of ranks.
-        mask: which keys a query sees.
-        nheads_k: number of KV heads.
-        heads_k_stride: KV heads that travel together where a route goes by head groups.
-        sources_per_launch: ranks whose keys one launch of the ring takes at most.
-    """
+    """What is to be computed over all ranks: documents, layout, mask, heads."""
 
     layout: Layout
-    lengths_q: tuple[int, ...]
+    lengths_q: tuple[int, ...]  # of each document, over all ranks
     lengths_k: tuple[int, ...]
     world_size: int
     mask: Mask
     nheads_k: int = 1
-    heads_k_stride: int = 1
-    sources_per_launch: int = 1
+    heads_k_stride: int = 1  # KV heads that travel together where a route goes by head groups
+    sources_per_launch: int = 1  # ranks whose keys one launch of the ring takes at most
 
     _memo: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
