@@ -18,7 +18,7 @@ from ..plan.buffers import BufferPlan, SingleLaunch
 from ..plan.steps import Payload, Side, Work
 from ..trace import span
 from .checks import autocast_dtype
-from .executor import Executor, Field, Fields, Pool, Views, run_steps
+from .executor import Executor, Field, Pool, Views, run_steps
 from .host_copy import raise_if_stale
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -290,15 +290,6 @@ class _ForwardPass:
         q, k, v = shard
         self._kernel, self._call = prepared.kernel, prepared.call
         call = prepared.call
-        group = call.nheads // call.nheads_k
-        self.fields: dict[tuple[Payload, Side], Fields] = {
-            (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, call.dtype),),
-            (Payload.INPUT, Side.KEY): _key_fields(call, call.dtype),
-            (Payload.RESULT, Side.QUERY): (
-                Field(group, call.headdim_v, call.state_dtype),
-                Field(group, None, call.state_dtype),
-            ),
-        }
         self.buffer_plan, self.pool = local.forward, local.pool
         complete = local.forward.plan.complete
         covered = complete and _needs_no_zeros(self._kernel)
@@ -316,7 +307,7 @@ class _ForwardPass:
         k, v = executor.shards(Payload.INPUT, work, Side.KEY)
         result = self.state.result
         if result is not None:
-            result = self.fields[Payload.RESULT, Side.QUERY][0].of_heads(result, work.heads)
+            result = Field.of(result, self._call.nheads_k).of_heads(result, work.heads)
         out, lse = executor.shards(Payload.RESULT, work, Side.QUERY)
         state, call = State(out, lse, result), self._call.of_heads(*work.heads)
         with span("{.name} forward on rank {}", self._kernel, executor.rank):
@@ -347,24 +338,15 @@ class _BackwardPass:
     ) -> None:
         q, k, v = shard
         self._kernel, self._call = prepared.kernel, prepared.call
-        call = prepared.call
         self.buffer_plan, self.pool = local.backward, local.pool
         self._writes = _needs_no_zeros(self._kernel)
-        group = call.nheads // call.nheads_k
-        row, out = Field(group, None, call.state_dtype), Field(group, call.headdim_v, call.dtype)
-        last, of_last = (row, saved.delta) if saved.out is None else (out, saved.out)
-        self.fields: dict[tuple[Payload, Side], Fields] = {
-            (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, call.dtype), out, row, last),
-            (Payload.INPUT, Side.KEY): _key_fields(call, call.dtype),
-            (Payload.RESULT, Side.QUERY): (Field(group, call.headdim, call.state_dtype),),
-            (Payload.RESULT, Side.KEY): _key_fields(call, call.state_dtype),
-        }
         dq, dk, dv = (
             self._accumulator(x, local.backward.begins[side])
             for x, side in ((q, Side.QUERY), (k, Side.KEY), (v, Side.KEY))
         )
+        last = saved.delta if saved.out is None else saved.out
         self.home: dict[tuple[Payload, Side], Views] = {
-            (Payload.INPUT, Side.QUERY): (q, dout, saved.lse, of_last),
+            (Payload.INPUT, Side.QUERY): (q, dout, saved.lse, last),
             (Payload.INPUT, Side.KEY): (k, v),
             (Payload.RESULT, Side.QUERY): (dq,),
             (Payload.RESULT, Side.KEY): (dk, dv),
@@ -403,7 +385,3 @@ class _BackwardPass:
         (dq,) = self.home[Payload.RESULT, Side.QUERY]
         dk, dv = self.home[Payload.RESULT, Side.KEY]
         return dq.to(self._call.dtype), dk.to(self._call.dtype), dv.to(self._call.dtype)
-
-
-def _key_fields(call: Call, dtype: torch.dtype) -> tuple[Field, Field]:
-    return Field(1, call.headdim, dtype), Field(1, call.headdim_v, dtype)

@@ -22,17 +22,18 @@ from ..trace import span
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a payload.
-
-    Attributes:
-        heads: its heads for each KV head: 1, or the group size on the query side.
-        headdim: last dimension; None for a number per row, kept as (batch, nheads, seqlen).
-        dtype: of its elements.
-    """
+    """One tensor of a payload: heads for each KV head, last dimension (None: a number a row)."""
 
     heads: int
     headdim: int | None
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor, nheads_k: int) -> Field:
+        """Of (batch, seqlen, nheads, headdim) or (batch, nheads, seqlen)."""
+        if tensor.dim() == 3:
+            return cls(tensor.shape[1] // nheads_k, None, tensor.dtype)
+        return cls(tensor.shape[2] // nheads_k, tensor.shape[3], tensor.dtype)
 
     def view(self, buffer: Tensor) -> Tensor:
         """Rows-first buffer → what kernels see."""
@@ -73,17 +74,11 @@ class Pool:
 
 
 class Pass(Protocol):
-    """Forward or backward on one rank: its plan, its tensors, and what a launch does.
-
-    Attributes:
-        fields: the tensors of each payload.
-        home: this rank's own shards, as kernels see them.
-    """
+    """Forward or backward on one rank: its plan, its tensors, and what a launch does."""
 
     buffer_plan: BufferPlan
     pool: Pool
-    fields: dict[tuple[Payload, Side], Fields]
-    home: dict[tuple[Payload, Side], Views]
+    home: dict[tuple[Payload, Side], Views]  # its own shards, as kernels see them
 
     def launch(self, work: Work, executor: Executor) -> None:
         """Run the kernel on the executor's `shards`."""
@@ -99,7 +94,12 @@ class Executor:
     """Runs the plan of one rank: its buffers, its messages, and the launches of a pass."""
 
     def __init__(self, work: Pass, transport: Transport) -> None:
-        self._pass, self._fields, self._home = work, work.fields, work.home
+        self._pass, self._home = work, work.home
+        nheads_k = work.home[Payload.INPUT, Side.KEY][0].shape[2]
+        self._fields = {
+            key: tuple(Field.of(tensor, nheads_k) for tensor in tensors)
+            for key, tensors in work.home.items()
+        }
         self.buffer_plan, self.plan = work.buffer_plan, work.buffer_plan.plan
         self.rank = self.plan.rank
         q = self._home[Payload.INPUT, Side.QUERY][0]
