@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..engine.checks import unpack
+from ..engine.entry import run_single
 from ..plan.layout import FLAT_PREFIX
 from . import operators, signatures
 from .signatures import Signature
@@ -150,8 +151,7 @@ class Function:
         lines.append(f"return _run(q, k, v, {', '.join(arguments)})")
         source = "\n    ".join((self.stub, *lines))
         code = compile(source, f"<{self.name}>", "exec", flags=annotations.compiler_flag)
-        wrap = _traceable if family.name.startswith("flash_attn") else _outside_graphs
-        scope: dict[str, Any] = {"_run": wrap(signature.run), "_unpack": unpack}
+        scope: dict[str, Any] = {"_run": _compilable(signature.run), "_unpack": unpack}
         exec(code, scope)
         function: Callable[..., Any] = scope[self.name]
         function.__doc__, function.__module__ = self._doc(), module
@@ -182,26 +182,18 @@ class Function:
         return "\n\n".join(part for part in parts if part)
 
 
-def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for which torch.compile breaks the graph instead of tracing into a plan."""
+def _compilable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for which torch.compile breaks the graph instead of tracing into a plan.
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return run
-
-
-def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which torch.compile traces as one operator where it can."""
+    On one device it is traced as one operator, where that can be.
+    """
+    has_operator = function is run_single
 
     @functools.wraps(function)
     def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
         if not torch.compiler.is_compiling():
             return function(q, k, v, **options)
-        if operators.traceable(**options):
+        if has_operator and operators.traceable(**options):
             return operators.traced(q, k, v, **options)
         return torch.compiler.disable(function)(q, k, v, **options)
 

@@ -117,24 +117,17 @@ LLAMA3 = Signature(
     "`llama3_flash_attn_prepare_cu_seqlens` makes the arguments from cu_seqlens_q to\n"
     "max_seqlen_k, and local_k_slice; they differ between ranks.",
 )
-SINGLE = Signature(
-    "single",
-    entry.run_single,
-    _SINGLE,
-)
+SINGLE = Signature("single", entry.run_single, _SINGLE)
 SINGLE_DOCUMENTS = Signature(
     "single_documents",
-    entry.run_single_documents,
+    entry.run_single,
     "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k " + _SINGLE.replace("*", "block_table *"),
     (
         ("cu_seqlens_q: CuSeqlens", "(documents + 1,) of the queries."),
         ("cu_seqlens_k: CuSeqlens", "(documents + 1,) of the keys."),
         ("max_seqlen_q: int", "at least the longest document's queries."),
         ("max_seqlen_k: int", "at least the longest document's keys."),
-        (
-            "block_table: Tensor | None = None",
-            "must be None: there are no paged keys and values.",
-        ),
+        ("block_table: Tensor | None = None", "must be None: no paged keys and values."),
     ),
 )
 SINGLE_DOCUMENTS_KV = replace(  # no block_table there
@@ -142,7 +135,7 @@ SINGLE_DOCUMENTS_KV = replace(  # no block_table there
 )
 SINGLE_DOCUMENTS_QKV = Signature(
     "single_documents_qkv",
-    entry.run_single_documents_qkv,
+    entry.run_single,
     f"cu_seqlens max_seqlen {_SINGLE}",
     (
         ("cu_seqlens: CuSeqlens", "(documents + 1,)."),

@@ -154,7 +154,10 @@ def check_slice(name: str, value: Any) -> slice:
         None if part is None else check_integer(f"{name}.{end}", part)
         for end, part in (("start", value.start), ("stop", value.stop), ("step", value.step))
     )
-    return slice(*parts)
+    value = slice(*parts)
+    if value.step == 0:
+        raise ValueError(f"{name} = {value} has a step of 0")
+    return value
 
 
 def check_device(name: str, value: Any) -> torch.device | None:
@@ -250,17 +253,11 @@ def document_lengths(
     name: str = "cu_seqlens",
     fresh: bool = False,
 ) -> tuple[int, ...]:
-    """Lengths of the documents that cu_seqlens delimits.
+    """Lengths of the documents that cu_seqlens delimits; a tensor is on the CPU or on `device`.
 
     Sequences and CPU tensors are read at every call. A CUDA tensor is copied to the host once, and
-    again when it has changed (see `host_copy`).
-
-    Args:
-        cu_seqlens: (documents + 1,) int32 or int64, or a sequence of ints; 0 first, never
-            decreasing.
-        device: where a tensor has to be, unless it is on the CPU.
-        name: what the argument is called, for the error.
-        fresh: copy a CUDA tensor in any case; for what is called once for a batch.
+    again when it has changed (see `host_copy`); if `fresh`, which is for what is called once for a
+    batch, in any case.
     """
     if not isinstance(cu_seqlens, Tensor):
         return _lengths(_offsets(cu_seqlens, name), name)

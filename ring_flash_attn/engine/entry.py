@@ -24,6 +24,7 @@ from .prepare import Options, Output, prepare, run_on_group, run_prepared
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_DOCUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _CONNECTED = 16  # ranks of which each may have a connection to every other
 _FEW_TOKENS = 8192  # of a rank; with more, launches of two sources are as fast as larger ones
 
@@ -115,8 +116,6 @@ def run_llama3(
     checks.check_total(lengths_q, q[0], "q", "cu_seqlens_q")
     _check_documents(lengths_q, lengths_k)
     local_k_slice = checks.check_slice("local_k_slice", local_k_slice)
-    if local_k_slice.step == 0:
-        raise ValueError(f"local_k_slice = {local_k_slice} has a step of 0")
     gathered = range(k.shape[1] * world_size)[local_k_slice]
     if gathered.step != 1 or len(gathered) != sum(lengths_k):
         raise ValueError(
@@ -141,57 +140,29 @@ def run_llama3(
     return run_on_group(route, problem, shard, opts, group, same, packed)
 
 
-def run_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
-    """Sequences of one length on one device."""
-    return _on_one_device(q, k, v, None, options)
-
-
-def run_single_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: CuSeqlens,
-    cu_seqlens_k: CuSeqlens,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    block_table: Tensor | None = None,
-    **options: Any,
+def run_single(
+    q: Tensor, k: Tensor, v: Tensor, *, block_table: Tensor | None = None, **options: Any
 ) -> Output:
-    """Packed documents on one device."""
+    """A batch on one device; or packed documents, with cu_seqlens (of qkv), or those of q and k."""
+    lengths = None
     if block_table is not None:
         checks.check_tensor("block_table", block_table)
         raise NotImplementedError("block_table: paged keys and values are not supported")
-    checks.check_tensor("q", q)
-    lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _on_one_device(q, k, v, lengths, options)
-
-
-def run_single_documents_qkv(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: CuSeqlens, max_seqlen: int, **options: Any
-) -> Output:
-    """Packed documents on one device, with as many queries as keys."""
-    lengths = document_lengths(cu_seqlens, q.device)
-    checks.check_max_seqlen("max_seqlen", max_seqlen, lengths)
-    checks.check_total(lengths, q, "qkv", "cu_seqlens")
-    return _on_one_device(q, k, v, (lengths, lengths), options)
+    if "cu_seqlens" in options:
+        same = document_lengths(options.pop("cu_seqlens"), q.device)
+        checks.check_max_seqlen("max_seqlen", options.pop("max_seqlen"), same)
+        checks.check_total(same, q, "qkv", "cu_seqlens")
+        lengths = same, same
+    elif "cu_seqlens_q" in options:
+        checks.check_tensor("q", q)
+        lengths = checks.document_pairs(q, *(options.pop(name) for name in _DOCUMENTS))
+    prepared, shard = prepare_single(q, k, v, lengths, options)
+    with_lse = options.get("return_attn_probs", False)
+    return run_prepared(prepared, [shard], options.get("sink"), with_lse, lengths is not None)[0]
 
 
 # By all that checks and plan depend on; few, as plans of long packs are large.
 _ready: Cache[tuple[object, ...], PreparedCall] = Cache(64)
-
-
-def _on_one_device(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None,
-    options: dict[str, Any],
-) -> Output:
-    """Packed documents of these lengths, or a batch."""
-    prepared, shard = prepare_single(q, k, v, lengths, options)
-    with_lse = options.get("return_attn_probs", False)
-    return run_prepared(prepared, [shard], options.get("sink"), with_lse, lengths is not None)[0]
 
 
 def prepare_single(

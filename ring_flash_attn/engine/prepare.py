@@ -75,11 +75,8 @@ def prepare(
 ) -> PreparedCall:
     """What runs some ranks in this process, on these shards by rank, or others of their shapes.
 
-    Args:
-        route, problem, opts: what all ranks compute together, and how.
-        shards: (q, k, v) of each rank.
-        connect: makes these ranks' ends of the group; None if they are all there are.
-        pool: where buffers come from, if not from torch.
+    `connect` makes their ends of the group; None if they are all there are. Buffers come from
+    `pool`, if not from torch.
     """
     pool = pool or Pool()
     ranks = tuple(LocalRank(*_planned(route, problem, rank), pool) for rank in shards)
