@@ -110,7 +110,6 @@ class Function:
 
     @property
     def name(self) -> str:
-        """In the API."""
         return "_".join(part for part in (self.prefix, self.family.name, self.form) if part)
 
     @property
@@ -124,7 +123,6 @@ class Function:
 
     @property
     def _tensors(self) -> tuple[str, ...]:
-        """How q, k and v come."""
         if self.form.startswith("qkv"):
             return ("qkv",)
         return ("q", "kv") if self.form.startswith("kv") else ("q", "k", "v")

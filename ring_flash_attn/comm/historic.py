@@ -38,13 +38,11 @@ class RingComm:
         return received
 
     def commit(self) -> None:
-        """Start the queued exchanges."""
         if self._reqs is not None:
             raise RuntimeError("commit() before the wait() for the last one")
         self._reqs = dist.batch_isend_irecv(self._ops)
 
     def wait(self) -> None:
-        """Wait for the exchanges that `commit` started."""
         if self._reqs is None:
             raise RuntimeError("wait() without a commit()")
         for request in self._reqs:
@@ -74,7 +72,6 @@ class AllGatherComm:
             self.handles.append(handle)
 
     def wait(self) -> None:
-        """Wait for every all-gather started so far."""
         for handle in self.handles:
             handle.wait()
         self.handles = []

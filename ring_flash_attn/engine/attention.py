@@ -189,7 +189,6 @@ def _saved(
     dlse: Tensor | None,
     sink: bool,
 ) -> Saved:
-    """What the kernel has to know of the forward pass."""
     call, direct = prepared.call, as_direct(prepared.kernel)
     if as_block(prepared.kernel) is not None:
         if dlse is not None:

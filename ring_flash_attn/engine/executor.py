@@ -53,7 +53,6 @@ class Field:
         return tensor[:, at] if self.headdim is None else tensor[:, :, at]
 
     def of_rows(self, tensor: Tensor, rows: slice) -> Tensor:
-        """Some rows of a kernel-side tensor."""
         return tensor[:, :, rows] if self.headdim is None else tensor[:, rows]
 
 
@@ -113,7 +112,6 @@ class Executor:
     # Steps.
 
     def post(self, number: int) -> None:
-        """Start the transfers of a step."""
         messages: list[Message] = []
         for move in self.buffer_plan.moves[number]:
             transfer = move.transfer
@@ -127,7 +125,6 @@ class Executor:
             self._transport.post(messages)
 
     def compute(self, number: int) -> None:
-        """Do the work of a step."""
         for work in self.plan.steps[number].work:
             self._pass.launch(work, self)
 
@@ -315,7 +312,6 @@ def run_steps(executors: Sequence[Executor]) -> None:
 
 
 def _step_name(executors: Sequence[Executor], number: int) -> str:
-    """For profilers."""
     if len(executors) > 1:
         return f"step {number} of {len(executors)} virtual ranks"
     plan = executors[0].plan
@@ -333,13 +329,11 @@ def _whose(step: Step, rank: int) -> str:
 
 
 def _wait_name(executor: Executor, number: int) -> str:
-    """For profilers."""
     moves = executor.buffer_plan.moves[number]
     return f"rank {executor.rank} waits for the transfers of step {number}" if moves else ""
 
 
 def _post_name(rank: int, number: int, messages: Sequence[Message]) -> str:
-    """For profilers."""
     if not messages:
         return ""
     received = sum(message.receive for message in messages)

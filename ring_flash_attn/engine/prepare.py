@@ -61,7 +61,6 @@ class Options:
 
     @property
     def mask(self) -> Mask:
-        """Which keys a query sees."""
         return Mask.of(self.causal, self.window_size)
 
 

@@ -106,7 +106,6 @@ class BufferPlan:
         return [[move(transfer) for transfer in step.transfers] for step in self.plan.steps]
 
     def rows(self, slot: Slot) -> int:
-        """Number of rows of a buffer."""
         places = self._places(slot)
         if places is None:
             return self.sizes[slot.side, slot.owners[0]]

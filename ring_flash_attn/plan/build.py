@@ -39,7 +39,6 @@ def check_route(name: str) -> None:
 
 
 def make_plan(route: str, problem: Problem, rank: int, backward: bool = False) -> Plan:
-    """The plan of `rank` for a problem on a route."""
     check_route(route)
     steps = _ROUTES[route](problem, rank, backward)
     in_order = tuple(Step(tuple(sorted(step.transfers)), step.work) for step in steps)

@@ -45,7 +45,6 @@ class Span:
         return self._with(self.start + rows, self.length, self.position, self.index)
 
     def part(self, start: int, end: int) -> Span:
-        """What lies in the rows start … end."""
         skipped = max(start - self.start, 0)
         length = min(end, self.start + self.length) - self.start - skipped
         if length == self.length:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 
 from .layout import Span
 
@@ -40,30 +40,20 @@ def cut(shards: Sequence[Sequence[Span]]) -> tuple[tuple[Piece, ...], ...]:
         for span in spans
     )
     place = {key: number for number, key in enumerate(keys)}
-    firsts = []  # of each shard, the numbers of the spans that begin a piece
+    found = []
     for owner, spans in enumerate(shards):
         places = [place[span.document, span.position, owner] for span in spans]
-        after = [number + 1 for number, (a, b) in enumerate(pairwise(places)) if b - a != 1]
-        if len(after) >= MOST_PIECES:
-            after = _within_documents(spans, after)
-        firsts.append([0, *after] if spans else [])
-    return tuple(_pieces(*each) for each in zip(count(), shards, firsts, strict=False))
-
-
-def _within_documents(spans: Sequence[Span], firsts: Sequence[int]) -> list[int]:
-    """Those that cut the largest documents of a shard, as many as there may be."""
-    inside = [n for n in firsts if spans[n].document == spans[n - 1].document]
-    inside.sort(key=lambda n: spans[n - 1].length + spans[n].length, reverse=True)
-    return sorted(inside[: MOST_PIECES - 1])
-
-
-def _pieces(owner: int, spans: Sequence[Span], firsts: Sequence[int]) -> tuple[Piece, ...]:
-    """The pieces of a shard; `firsts` are the spans at which they begin."""
-    found = []
-    for first, end in pairwise([*firsts, len(spans)]):
-        span, last = spans[first], spans[end - 1]
-        length = last.start + last.length - span.start
-        found.append(Piece(span.document, span.position, owner, span.start, length))
+        firsts = [number + 1 for number, (a, b) in enumerate(pairwise(places)) if b - a != 1]
+        if len(firsts) >= MOST_PIECES:
+            inside = [n for n in firsts if spans[n].document == spans[n - 1].document]
+            inside.sort(key=lambda n: spans[n - 1].length + spans[n].length, reverse=True)
+            firsts = sorted(inside[: MOST_PIECES - 1])
+        pieces = []
+        for first, end in pairwise([0, *firsts, len(spans)] if spans else []):
+            span, last = spans[first], spans[end - 1]
+            length = last.start + last.length - span.start
+            pieces.append(Piece(span.document, span.position, owner, span.start, length))
+        found.append(tuple(pieces))
     return tuple(found)
 
 
@@ -103,27 +93,12 @@ def lay(shards: Sequence[tuple[Sequence[Span], Sequence[Piece]]]) -> list[Span]:
         for piece in pieces
         for span in within(spans, piece)
     ]
-    return _joined(sorted(moved, key=lambda span: span.start))
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
     found: list[Span] = []
-    for span in spans:
-        if found and _goes_on(found[-1], span):
-            found[-1] = replace(found[-1], length=found[-1].length + span.length)
-        else:
-            found.append(span)
+    for span in sorted(moved, key=lambda span: span.start):
+        if found and found[-1].document == span.document:
+            both = replace(found[-1], length=found[-1].length + span.length)
+            if both.part(span.start, span.start + span.length) == span:
+                found[-1] = both
+                continue
+        found.append(span)
     return found
-
-
-def _goes_on(span: Span, after: Span) -> bool:
-    """Whether `after` is what `span` would hold if it were longer."""
-    if (span.document, span.stride) != (after.document, after.stride):
-        return False
-    start = span.start + span.length
-    tokens = span.stride * span.length
-    return (start, span.position + tokens, span.index + tokens) == (
-        after.start,
-        after.position,
-        after.index,
-    )

@@ -105,5 +105,4 @@ class Problem:
 
     @property
     def all_heads(self) -> Heads:
-        """Every KV head."""
         return (0, self.nheads_k)
