@@ -212,10 +212,11 @@ class Executor:
         transfer = move.transfer
         if transfer.payload is Payload.INPUT:
             return _cut(self._buffer(move.slot), move.of_slot)
-        size = sum(rows.stop - rows.start for rows in move.of_parcel)
-        buffers = self._take(self._fields[transfer.payload, transfer.side], size, transfer.heads)
+        sizes = [rows.stop - rows.start for rows in move.of_shard]
+        fields = self._fields[transfer.payload, transfer.side]
+        buffers = self._take(fields, sum(sizes), transfer.heads)
         self._arrivals.append((move, buffers))
-        return _cut(buffers, move.of_parcel)
+        return [part for buffer in buffers for part in buffer.split(sizes)]
 
     def _add(self, move: Move, buffers: Buffers) -> None:
         """Results of others have arrived: add ours, or pass them on if we have none."""

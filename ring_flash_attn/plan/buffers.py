@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 
 from .pieces import Piece, arrange
 from .problem import Problem
@@ -31,7 +30,6 @@ class Move:
     slot: Slot
     of_shard: tuple[slice, ...]  # rows of the shard, one slice for each message
     of_slot: tuple[slice, ...]  # the same rows, as they lie in the buffer (not used at home)
-    of_parcel: tuple[slice, ...]  # the same rows, without what lies between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +85,22 @@ class BufferPlan:
 
     def _find_moves(self, problem: Problem) -> list[list[Move]]:
         def move(transfer: Transfer) -> Move:
-            slot, size = self._slot(transfer), self.sizes[transfer.side, transfer.owner]
+            side, owner = transfer.side, transfer.owner
+            alone = Slot(transfer.payload, side, (owner,), transfer.heads)  # no launch takes it
+            slot = self._slots.get((transfer.payload, side, owner, transfer.heads), alone)
             places = self._places(slot)
             if not transfer.cut:
                 assert places is None, f"{transfer} goes whole, but {slot} holds pieces"
-                return Move(transfer, slot, *[(slice(0, size),)] * 3)
-            pieces = problem.pieces(transfer.owner, transfer.user)
+                return Move(transfer, slot, *[(slice(0, self.sizes[side, owner]),)] * 2)
+            pieces = problem.pieces(owner, transfer.user)
             lengths = [piece.length for piece in pieces]
             of_shard = _slices([piece.start for piece in pieces], lengths)
-            of_parcel = _slices(accumulate(lengths, initial=0), lengths)
             if places is None or transfer.user != self.plan.rank:  # at home, or for no launch
-                used = transfer.owner != self.plan.rank and slot in self._slots.values()
+                used = owner != self.plan.rank and slot in self._slots.values()
                 assert not used, f"{transfer} is cut, but {slot} is whole"
-                return Move(transfer, slot, of_shard, of_shard, of_parcel)
+                return Move(transfer, slot, of_shard, of_shard)
             of_slot = _slices([places[piece] for piece in pieces], lengths)
-            return Move(transfer, slot, of_shard, of_slot, of_parcel)
+            return Move(transfer, slot, of_shard, of_slot)
 
         return [[move(transfer) for transfer in step.transfers] for step in self.plan.steps]
 
@@ -114,12 +113,6 @@ class BufferPlan:
     def _places(self, slot: Slot) -> dict[Piece, int] | None:
         """Where pieces lie in a buffer; None if it holds a shard as it is."""
         return self.places.get(slot.owners) if slot.side is Side.KEY else None
-
-    def _slot(self, transfer: Transfer) -> Slot:
-        """The buffer that a transfer fills or empties."""
-        key = (transfer.payload, transfer.side, transfer.owner, transfer.heads)
-        alone = Slot(transfer.payload, transfer.side, (transfer.owner,), transfer.heads)
-        return self._slots.get(key, alone)  # alone: passes through, no launch
 
     def covers(self, work: Work, side: Side) -> bool:
         """Whether a launch of the plan names every row of one side's buffer."""

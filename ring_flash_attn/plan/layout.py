@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 Split = Callable[[int, int, int], list[range]]
 
@@ -140,18 +140,13 @@ def spans(
 
     if layout.flat:
         for tokens in layout.split(starts[-1], rank, world_size):
-            for document in range(len(lengths)):
-                take(_between(tokens, starts[document], starts[document + 1]), document)
+            # of each document, the first of the rank's tokens at or after its start
+            cuts = [max(0, -((tokens.start - start) // tokens.step)) for start in starts]
+            for document, (first, last) in enumerate(pairwise(cuts)):
+                take(tokens[first:last], document)
     else:
         for document, length in enumerate(lengths):
             for piece in layout.split(length, rank, world_size):
                 offset = starts[document]
                 take(range(piece.start + offset, piece.stop + offset, piece.step), document)
     return tuple(found)
-
-
-def _between(tokens: range, low: int, high: int) -> range:
-    """The part of `tokens` in low … high."""
-    first = max(0, -((tokens.start - low) // tokens.step))
-    last = max(0, -((tokens.start - high) // tokens.step))
-    return tokens[first:last]
