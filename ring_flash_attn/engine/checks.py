@@ -42,19 +42,14 @@ def check_tensor(name: str, value: object) -> None:
     """TypeError unless it is a tensor whose elements lie in this process's memory."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
-    if type(value) is not Tensor and _is_dtensor(value):
+    if type(value) is not Tensor and any(
+        kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
+        for kind in type(value).__mro__  # by name: its module is slow to import
+    ):
         raise TypeError(f"{name} must be a local tensor, not a DTensor: pass {name}.to_local()")
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
         raise TypeError(f"{name} must be a dense tensor, but it is {kind}")
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    """By name, because its module is slow to import and need not be there."""
-    return any(
-        kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
-        for kind in type(tensor).__mro__
-    )
 
 
 def check_values(name: str, tensor: Tensor) -> None:

@@ -282,13 +282,6 @@ def _check_documents(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> None
         )
 
 
-def _sources(tokens: int, world_size: int) -> int:
-    """Ranks whose keys one launch takes if the user does not say, measured on an H200."""
-    if world_size > _CONNECTED:
-        return 1
-    return 4 if tokens <= _FEW_TOKENS * world_size else 2
-
-
 def make_problem(
     layout: str,
     route: str,
@@ -310,7 +303,9 @@ def make_problem(
             f"heads_k_stride = {heads_k_stride}: route {route!r} takes all heads at once"
         )
     if sources_per_launch is None:
-        sources_per_launch = _sources(sum(lengths_k), world_size) if route == "ring" else 1
+        sources_per_launch = 1
+        if route == "ring" and world_size <= _CONNECTED:  # measured on an H200
+            sources_per_launch = 4 if sum(lengths_k) <= _FEW_TOKENS * world_size else 2
     elif route != "ring":
         raise ValueError(
             f"sources_per_launch = {sources_per_launch!r}: only route 'ring' groups sources, "

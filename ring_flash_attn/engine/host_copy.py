@@ -1,11 +1,8 @@
 """Values of small CUDA tensors on the host, without a synchronisation for every read.
 
-The first read of a tensor copies it, which waits for the GPU. As long as the same tensor comes back
-at the same version, later reads return that copy. A version is no proof, though: `dist.broadcast`
-and other collectives, `.data` and DLPack aliases write without raising it. So later reads also
-queue a copy to pinned memory, which nobody waits for; once it has arrived it is compared, and a
-later read raises an error if the tensor had changed. What is called once for a batch, rather than
-in every layer, reads afresh.
+As long as the same tensor comes back at the same version, reads return the first copy. A version is
+no proof, though (collectives, `.data` and DLPack aliases do not raise it), so reads also queue a
+copy to pinned memory, which nobody waits for; a later read raises an error if it differs.
 """
 
 from __future__ import annotations

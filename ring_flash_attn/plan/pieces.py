@@ -74,12 +74,6 @@ def within(spans: Sequence[Span], piece: Piece) -> list[Span]:
     return found
 
 
-def trimmed(piece: Piece, spans: Sequence[Span], start: int, end: int) -> Piece:
-    """The rows start … end of a piece; `spans` are those of its shard."""
-    (first, *_) = within(spans, replace(piece, start=start, length=end - start))
-    return Piece(first.document, first.position, piece.owner, start, end - start)
-
-
 def lay(shards: Sequence[tuple[Sequence[Span], Sequence[Piece]]]) -> list[Span]:
     """Spans of several shards as they lie in one buffer, in the order of its rows.
 
