@@ -48,11 +48,6 @@ class Tile:
     last: bool = False  # no later launch does: their output is final after this one
 
     @property
-    def full(self) -> bool:
-        """Every query sees every key."""
-        return self.low == 1 - self.query.length and self.high == self.key.length - 1
-
-    @property
     def seen(self) -> tuple[int, int]:
         """The first key row that some query sees, and one past the last."""
         start = self.key.start

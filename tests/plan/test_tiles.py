@@ -57,7 +57,6 @@ def test_the_band_is_the_mask(data: st.DataObject, stride: int, mask: Mask) -> N
     assert band == expected
     assert expected
     assert tile.pairs == len(expected)
-    assert tile.full is (len(expected) == query.length * key.length)
     assert tile.low >= 1 - query.length
     assert tile.high <= key.length - 1
     assert (tile.query, tile.key) == (query, key)
