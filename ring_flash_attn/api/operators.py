@@ -75,27 +75,12 @@ def traced(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
     return (out, lse, None) if plain["return_attn_probs"] else out
 
 
-def _prepared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    seed: Tensor | None,
-    *plain: Any,
-) -> tuple[PreparedCall, QKV]:
+def _prepared(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[PreparedCall, QKV]:
     """What does the call, and its tensors. They have been cast: autocast must be off."""
-    options = dict(zip(_PLAIN, plain, strict=True), alibi_slopes=alibi_slopes, sink=sink)
+    documents, (slopes, sink, seed), plain = rest[:4], rest[4:7], rest[7:]
+    options = dict(zip(_PLAIN, plain, strict=True), alibi_slopes=slopes, sink=sink)
     options["window_size"] = options.pop("left"), options.pop("right")
-    lengths = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        assert max_seqlen_q is not None
-        assert max_seqlen_k is not None
-        lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = None if documents[0] is None else checks.document_pairs(q, *documents)
     prepared, shard = prepare_single(q, k, v, lengths, options)
     if options["dropout_p"]:
         prepared = prepared.changed(seed=seed)

@@ -168,7 +168,7 @@ class Executor:
         slot = Slot(Payload.RESULT, side, work.owners(side), work.heads)
         if slot in self._buffers or not self.buffer_plan.covers(work, side):
             return False
-        self._buffers[slot] = self._new_buffer(slot)
+        self._buffer(slot, clear=False)
         return True
 
     def _copy_in_place(self, move: Move) -> None:
@@ -241,16 +241,14 @@ class Executor:
 
     # Buffers.
 
-    def _buffer(self, slot: Slot) -> Buffers:
+    def _buffer(self, slot: Slot, clear: bool = True) -> Buffers:
         if slot not in self._buffers:
-            self._buffers[slot] = buffers = self._new_buffer(slot)
-            if slot.payload is Payload.RESULT:  # sent even where no launch adds to it
-                self._pass.clear(_views(self._fields[slot.payload, slot.side], buffers))
+            fields = self._fields[slot.payload, slot.side]
+            buffers = self._take(fields, self.buffer_plan.rows(slot), slot.heads)
+            self._buffers[slot] = buffers
+            if clear and slot.payload is Payload.RESULT:  # sent even where no launch adds to it
+                self._pass.clear(_views(fields, buffers))
         return self._buffers[slot]
-
-    def _new_buffer(self, slot: Slot) -> Buffers:
-        fields = self._fields[slot.payload, slot.side]
-        return self._take(fields, self.buffer_plan.rows(slot), slot.heads)
 
     def _take(self, fields: Fields, size: int, heads: Heads) -> Buffers:
         """Buffers for `size` rows."""
