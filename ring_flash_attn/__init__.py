@@ -58,15 +58,14 @@ if not TYPE_CHECKING:  # else every name would be Any
             return [*import_module(".api", __name__).__all__, *_HOMES]
         if name == "__version__":
             return _version()
-        if name.startswith("__"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if find_spec(f"{__name__}.{name}") is not None:
-            return import_module(f".{name}", __name__)
-        home = import_module(_HOMES.get(name, ".api"), __name__)
-        if name not in _HOMES and name not in home.__all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = value = getattr(home, name)
-        return value
+        if not name.startswith("__"):
+            if find_spec(f"{__name__}.{name}") is not None:
+                return import_module(f".{name}", __name__)
+            home = import_module(_HOMES.get(name, ".api"), __name__)
+            if name in _HOMES or name in home.__all__:
+                globals()[name] = value = getattr(home, name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), "__version__", *__getattr__("__all__")})

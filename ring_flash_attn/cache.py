@@ -11,13 +11,9 @@ Value = TypeVar("Value")
 
 
 class Cache(Generic[Key, Value]):
-    """Keeps the newest `size` entries; the oldest is evicted, used or not.
+    """Keeps the newest `size` entries; `evict` is called with every value that goes.
 
-    First in, first out: ranks that add the same keys in the same order keep the same ones.
-
-    Args:
-        size: number of entries.
-        evict: called with every value that is evicted.
+    First in, first out, used or not: ranks that add the same keys in the same order keep the same.
     """
 
     def __init__(self, size: int, evict: Callable[[Value], None] | None = None) -> None:
@@ -29,11 +25,9 @@ class Cache(Generic[Key, Value]):
         return len(self._entries)
 
     def get(self, key: Key) -> Value | None:
-        """What was added, if it is still there."""
         return self._entries.get(key)
 
     def clear(self) -> None:
-        """Forget everything."""
         with self._lock:
             self._entries = {}
 

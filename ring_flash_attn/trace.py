@@ -34,15 +34,13 @@ _users = 0 if os.environ.get("RFA_NVTX", "0") in ("", "0") else 1  # of all thre
 def span(name: str | Callable[..., str], *parts: object) -> AbstractContextManager[object]:
     """A range around what is done inside, on this thread.
 
-    Args:
-        name: what it is called, in ASCII, which all profilers show: a format for `parts`, or a
-            function of them; if that returns "", there is no range.
-        parts: what the name is made of; not looked at while ranges are off.
+    Its name, in ASCII, which all profilers show, is a format for `parts` or a function of them; if
+    that returns "", there is no range. While ranges are off, nobody looks at `parts`.
     """
     if not _users:
         return _NOTHING
     text = name.format(*parts) if isinstance(name, str) else name(*parts)
-    return _Range(text) if text else _NOTHING
+    return _range(text) if text else _NOTHING
 
 
 @contextmanager
@@ -56,21 +54,15 @@ def tracing() -> Iterator[None]:
         _users -= 1
 
 
-class _Range(AbstractContextManager[object]):
+@contextmanager
+def _range(text: str) -> Iterator[None]:
     """One range, for all who may listen."""
-
-    __slots__ = ("_name", "_record")
-
-    def __init__(self, name: str) -> None:
-        self._name, self._record = name, record_function(name)
-
-    def __enter__(self) -> None:
-        if _has_nvtx():
-            torch.cuda.nvtx.range_push(self._name)
-        self._record.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._record.__exit__(None, None, None)
+    if _has_nvtx():
+        torch.cuda.nvtx.range_push(text)
+    try:
+        with record_function(text):
+            yield
+    finally:
         if _has_nvtx():
             torch.cuda.nvtx.range_pop()
 

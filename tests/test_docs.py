@@ -284,8 +284,9 @@ def test_the_drawing_of_layouts_is_true(document: str) -> None:
     rows = [line.split() for line in block(document, "layouts").splitlines()[2:]]
     assert [row[0] for row in rows] == [n for n in layouts.layout_names() if "flat" not in n]
     for name, *holders in rows:
-        sharding = layouts.Sharding(layouts.get_layout(name), (16,), 4)
-        held = {token: rank for rank in range(4) for token in sharding.tokens(rank)}
+        layout = layouts.get_layout(name)
+        shards = [layouts.spans(layout, (16,), rank, 4) for rank in range(4)]
+        held = {t: rank for rank, shard in enumerate(shards) for span in shard for t in span.tokens}
         assert [int(rank) for rank in holders[:16]] == [held[token] for token in range(16)]
 
 

@@ -27,111 +27,60 @@ _BACKWARD = (
     f"{_REST}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _SINK = 8  # its place among the arguments of the forward
+_FLAGS = ("causal", "deterministic", "return_attn_probs")
 _PLAIN = (  # the last ones
     "dropout_p", "softmax_scale", "causal", "left", "right", "softcap", "deterministic",
     "return_attn_probs", "kernel",
 )  # fmt: skip
-_TENSORS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
-_INTEGERS = ("max_seqlen", "max_seqlen_q", "max_seqlen_k")
-_MAYBE_TENSORS = ("alibi_slopes", "sink")
-_NUMBERS = ("dropout_p", "softmax_scale", "softcap")
-_FLAGS = ("causal", "deterministic", "return_attn_probs")
 
 
 def traceable(**options: Any) -> bool:
     """Whether an operator can take these; lengths in tensors, and errors, are left to Python."""
-    for name, value in options.items():
-        if name in _TENSORS:
-            fits = isinstance(value, Tensor)
-        elif name in _INTEGERS:
-            fits = isinstance(value, int) and not isinstance(value, bool)
-        elif name in _FLAGS:
-            fits = isinstance(value, int) and value in (0, 1)
-        elif name in _NUMBERS:
-            fits = isinstance(value, (int, float)) and not isinstance(value, bool)
-            fits = fits or (value is None and name != "dropout_p")
-        elif name in _MAYBE_TENSORS:
-            fits = value is None or isinstance(value, Tensor)
-        elif name == "window_size":
-            fits = isinstance(value, (tuple, list)) and len(value) == 2
-        else:
-            fits = name == "block_table" or isinstance(value, str)
-        if not fits:
-            return False
-    return options.get("block_table") is None
+    return all(_fits(name, value) for name, value in options.items())
 
 
-def traced(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen: int | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    block_table: None = None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    sink: Tensor | None,
-    kernel: str,
-) -> Output:
+def _fits(name: str, value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if name.startswith("cu_seqlens"):
+        return isinstance(value, Tensor)
+    if name.startswith("max_seqlen"):
+        return number and isinstance(value, int)
+    if name in _FLAGS:
+        return isinstance(value, int) and value in (0, 1)
+    if name in ("softmax_scale", "softcap"):
+        return number or value is None
+    if name in ("alibi_slopes", "sink"):
+        return value is None or isinstance(value, Tensor)
+    if name == "window_size":
+        return isinstance(value, (tuple, list)) and len(value) == 2
+    if name == "block_table":
+        return value is None
+    return number if name == "dropout_p" else isinstance(value, str)
+
+
+def traced(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
     """Any of the functions for one device, as one operator; exactly their options."""
     q, k, v = in_autocast_dtype(q, k, v)
-    left, right = checks.check_window(window_size)
-    out, lse = torch.ops.ring_flash_attn.attention(
-        q,
-        k,
-        v,
-        cu_seqlens if cu_seqlens_q is None else cu_seqlens_q,
-        cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
-        max_seqlen if max_seqlen_q is None else max_seqlen_q,
-        max_seqlen if max_seqlen_k is None else max_seqlen_k,
-        alibi_slopes,
-        sink,
-        draw_seed().to(q.device) if dropout_p else None,
-        dropout_p,
-        softmax_scale,
-        bool(causal),
-        left,
-        right,
-        softcap or 0.0,
-        bool(deterministic),
-        bool(return_attn_probs),
-        kernel,
-    )
-    return (out, lse, None) if return_attn_probs else out
+    documents = [
+        options.get(f"{name}_{side}", options.get(name))
+        for name in ("cu_seqlens", "max_seqlen")
+        for side in "qk"
+    ]
+    seed = draw_seed().to(q.device) if options["dropout_p"] else None
+    plain = {**options, "softcap": options["softcap"] or 0.0}
+    plain |= {name: bool(options[name]) for name in _FLAGS}
+    plain["left"], plain["right"] = checks.check_window(options["window_size"])
+    rest = [options["alibi_slopes"], options["sink"], seed, *(plain[name] for name in _PLAIN)]
+    out, lse = torch.ops.ring_flash_attn.attention(q, k, v, *documents, *rest)
+    return (out, lse, None) if plain["return_attn_probs"] else out
 
 
-def _prepared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    seed: Tensor | None,
-    *plain: Any,
-) -> tuple[PreparedCall, QKV]:
+def _prepared(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[PreparedCall, QKV]:
     """What does the call, and its tensors. They have been cast: autocast must be off."""
-    options = dict(zip(_PLAIN, plain, strict=True), alibi_slopes=alibi_slopes, sink=sink)
+    documents, (slopes, sink, seed), plain = rest[:4], rest[4:7], rest[7:]
+    options = dict(zip(_PLAIN, plain, strict=True), alibi_slopes=slopes, sink=sink)
     options["window_size"] = options.pop("left"), options.pop("right")
-    lengths = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        assert max_seqlen_q is not None
-        assert max_seqlen_k is not None
-        lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = None if documents[0] is None else checks.document_pairs(q, *documents)
     prepared, shard = prepare_single(q, k, v, lengths, options)
     if options["dropout_p"]:
         prepared = prepared.changed(seed=seed)

@@ -11,7 +11,10 @@ from torch import Tensor
 from .. import comm
 from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
-from ..plan.layout import Sharding, get_layout
+from ..plan.layout import get_layout
+from ..plan.problem import Problem
+from ..plan.steps import Side
+from ..plan.tiles import Mask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,11 +44,10 @@ def shard(
     Returns:
         The rank's tokens in local order, a new tensor. Differentiable.
     """
-    checks.check_tensor("x", x)
     dim = _token_dim(dim, cu_seqlens, x)
     rank, world_size = _who(rank, world_size, group)
-    sharding = _sharding(layout, cu_seqlens, x.shape[dim], world_size, f"x in dim = {dim}")
-    return x.index_select(dim, torch.tensor(sharding.tokens(rank), device=x.device).long())
+    problem = _problem(layout, cu_seqlens, x.shape[dim], world_size, f"x in dim = {dim}")
+    return x.index_select(dim, torch.tensor(_tokens(problem, rank), device=x.device).long())
 
 
 def unshard(
@@ -75,22 +77,33 @@ def unshard(
     if seqlen is not None:
         seqlen = checks.check_integer("seqlen", seqlen, 0)
     if isinstance(x, Tensor):
-        checks.check_tensor("x", x)
         dim = _token_dim(dim, cu_seqlens, x)
-        return _gather(x, layout, cu_seqlens, seqlen, dim, group)
-    dim = _check_shards(x, dim, cu_seqlens)
-    if group is not None:
-        raise ValueError("unshard of a list of shards takes no group: nothing is gathered")
-    total = sum(part.shape[dim] for part in x)
-    if seqlen is not None and seqlen != total:
-        raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
-    sharding = _sharding(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
-    tokens = torch.tensor(
-        [t for rank in range(len(x)) for t in sharding.tokens(rank)], device="cpu"
-    )
-    for rank, part in enumerate(x):
-        _check_size(sharding, rank, part, dim)
-    return torch.cat(list(x), dim).index_select(dim, tokens.long().argsort().to(x[0].device))
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "unshard over a group has no gradient: detach the shard, or compute the loss on "
+                "shards"
+            )
+        rank, world_size = comm.rank_and_size(group)
+        if seqlen is None and cu_seqlens is None:
+            seqlen = x.shape[dim] * world_size
+        problem = _problem(layout, cu_seqlens, seqlen, world_size)
+        _check_size(problem, rank, x, dim)
+        sizes = [problem.size(Side.KEY, other) for other in range(world_size)]
+        shapes = [(*x.shape[:dim], size, *x.shape[dim:][1:]) for size in sizes]
+        x = comm.gather_shards(x.contiguous(), shapes, comm.resolve_group(group))
+    else:
+        dim = _check_shards(x, dim, cu_seqlens)
+        if group is not None:
+            raise ValueError("unshard of a list of shards takes no group: nothing is gathered")
+        total = sum(part.shape[dim] for part in x)
+        if seqlen is not None and seqlen != total:
+            raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
+        problem = _problem(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
+        for rank, part in enumerate(x):
+            _check_size(problem, rank, part, dim)
+    tokens = [token for rank in range(len(x)) for token in _tokens(problem, rank)]
+    order = torch.tensor(tokens, device="cpu").long().argsort()
+    return torch.cat(list(x), dim).index_select(dim, order.to(x[0].device))
 
 
 def _check_shards(x: Sequence[Tensor], dim: int | None, cu_seqlens: CuSeqlens | None) -> int:
@@ -102,42 +115,15 @@ def _check_shards(x: Sequence[Tensor], dim: int | None, cu_seqlens: CuSeqlens | 
     for rank, part in enumerate(x):
         checks.check_tensor(f"x[{rank}]", part)
     dim = _token_dim(dim, cu_seqlens, x[0])
-    kinds = [(part.dtype, part.device, _without(part.shape, dim)) for part in x]
+    kinds = [(p.dtype, p.device, p.dim(), p.shape[:dim], p.shape[dim:][1:]) for p in x]
     for rank, kind in enumerate(kinds):
-        if kind != kinds[0] or x[rank].dim() != x[0].dim():
+        if kind != kinds[0]:
+            first, here = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (x[0], x[rank]))
             raise ValueError(
-                f"x must hold shards that differ in dimension {dim} alone, but x[0] is "
-                f"{tuple(x[0].shape)} {kinds[0][0]} on {kinds[0][1]}, and x[{rank}] is "
-                f"{tuple(x[rank].shape)} {kind[0]} on {kind[1]}"
+                f"x must hold shards that differ in dimension {dim} alone, but x[0] is {first}, "
+                f"and x[{rank}] is {here}"
             )
     return dim
-
-
-def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    return tuple(size for i, size in enumerate(shape) if i != dim % len(shape))
-
-
-def _gather(
-    x: Tensor,
-    layout: str,
-    cu_seqlens: CuSeqlens | None,
-    seqlen: int | None,
-    dim: int,
-    group: ProcessGroup | None,
-) -> Tensor:
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "unshard over a group has no gradient: detach the shard, or compute the loss on shards"
-        )
-    rank, world_size = comm.rank_and_size(group)
-    if seqlen is None and cu_seqlens is None:
-        seqlen = x.shape[dim] * world_size
-    sharding = _sharding(layout, cu_seqlens, seqlen, world_size)
-    _check_size(sharding, rank, x, dim)
-    before, after = x.shape[:dim], x.shape[dim % x.dim() + 1 :]
-    shapes = [(*before, sharding.size(other), *after) for other in range(world_size)]
-    parts = comm.gather_shards(x.contiguous(), shapes, comm.resolve_group(group))
-    return unshard(parts, layout, cu_seqlens=cu_seqlens, seqlen=seqlen, dim=dim)
 
 
 def position_ids(
@@ -172,11 +158,13 @@ def position_ids(
     if device is None and isinstance(cu_seqlens, Tensor):
         device = cu_seqlens.device
     rank, world_size = _who(rank, world_size, group)
-    sharding = _sharding(layout, cu_seqlens, seqlen, world_size)
-    return torch.tensor(sharding.positions(rank), dtype=torch.int64, device=device)
+    held = _problem(layout, cu_seqlens, seqlen, world_size).spans(Side.KEY, rank)
+    positions = [position for span in held for position in span.positions]
+    return torch.tensor(positions, dtype=torch.int64, device=device)
 
 
 def _token_dim(dim: int | None, cu_seqlens: CuSeqlens | None, x: Tensor) -> int:
+    checks.check_tensor("x", x)
     if dim is None:
         dim = 1 if cu_seqlens is None else 0
     dim = checks.check_integer("dim", dim)
@@ -198,25 +186,32 @@ def _who(rank: int | None, world_size: int | None, group: ProcessGroup | None) -
     return found
 
 
-def _sharding(
+def _problem(
     layout: str,
     cu_seqlens: CuSeqlens | None,
     total: int | None,
     world_size: int,
     where: str = "seqlen",
-) -> Sharding:
+) -> Problem:
+    """Who holds what; without cu_seqlens, of one document."""
     lengths = (total or 0,) if cu_seqlens is None else document_lengths(cu_seqlens, fresh=True)
     if cu_seqlens is not None and total is not None and sum(lengths) != total:
         raise ValueError(
             f"cu_seqlens ends at {sum(lengths)}, but there are {total} tokens ({where})"
         )
-    return Sharding(get_layout(layout), lengths, world_size)
+    return Problem(get_layout(layout), lengths, lengths, world_size, Mask())
 
 
-def _check_size(sharding: Sharding, rank: int, x: Tensor, dim: int) -> None:
-    if x.shape[dim] != sharding.size(rank):
+def _tokens(problem: Problem, rank: int) -> list[int]:
+    """Places in the stream of the rank's tokens, in local order."""
+    return [token for span in problem.spans(Side.KEY, rank) for token in span.tokens]
+
+
+def _check_size(problem: Problem, rank: int, x: Tensor, dim: int) -> None:
+    size = problem.size(Side.KEY, rank)
+    if x.shape[dim] != size:
         raise ValueError(
-            f"rank {rank} of {sharding.world_size} holds {sharding.size(rank)} tokens in layout "
-            f"{sharding.layout.name!r} by seqlen or cu_seqlens, but its shard x has {x.shape[dim]} "
+            f"rank {rank} of {problem.world_size} holds {size} tokens in layout "
+            f"{problem.layout.name!r} by seqlen or cu_seqlens, but its shard x has {x.shape[dim]} "
             f"in dim = {dim}"
         )

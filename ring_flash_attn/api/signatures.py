@@ -53,33 +53,29 @@ class Signature:
     """One list of arguments, and what runs a call of it.
 
     Attributes:
-        name: what it is called.
         run: takes q, k, v, and all else by name.
-        out: shape of the output.
         order: names of parameters after those of q, k and v; * as in Python.
         own: parameters that are not in `COMMON`, in the order of the docstring.
         about: what the docstring says after its first sentence.
-        takes_point: whether `run` takes layout and route first.
+        fixed: what `run` gets besides.
     """
 
     name: str
     run: Callable[..., Output]
-    out: str
     order: str
     own: Parameters = ()
     about: str = ""
-    takes_point: bool = True
+    fixed: str = ""
 
 
 _ANY_LENGTH = "Documents may have any length, and shards may differ in size (see `shard`)."
 _WHOLE_STREAM = ("cu_seqlens: CuSeqlens", "(documents + 1,) of the whole stream, over all ranks.")
 _STRIDE = ("heads_k_stride: int", "KV heads that are gathered together; divides nheads_k.")
 
-BATCH = Signature("batch", entry.run_batch, "(batch, seqlen, nheads, headdim_v)", _RING)
+BATCH = Signature("batch", entry.run_ring, _RING)
 LOCAL_DOCUMENTS = Signature(
     "local_documents",
-    entry.run_local_documents,
-    "(total, nheads, headdim_v)",
+    entry.run_ring,
     f"cu_seqlens max_seqlen {_RING}",
     (
         ("cu_seqlens: CuSeqlens", "(documents + 1,) of this rank's shard, equal on all ranks."),
@@ -87,11 +83,11 @@ LOCAL_DOCUMENTS = Signature(
     ),
     "Every rank holds the same number of tokens of every document. For documents of any length\n"
     "see `ring_attention`.",
+    fixed="equal_shards=True",
 )
 DOCUMENTS = Signature(
     "documents",
-    entry.run_documents,
-    "(total, nheads, headdim_v)",
+    entry.run_ring,
     f"cu_seqlens max_seqlen {_RING}",
     (
         _WHOLE_STREAM,
@@ -101,8 +97,7 @@ DOCUMENTS = Signature(
 )
 GATHERED_DOCUMENTS = Signature(
     "gathered_documents",
-    entry.run_documents,
-    "(total, nheads, headdim_v)",
+    entry.run_ring,
     f"cu_seqlens heads_k_stride {_RING}",
     (_WHOLE_STREAM, _STRIDE),
     _ANY_LENGTH,
@@ -110,7 +105,6 @@ GATHERED_DOCUMENTS = Signature(
 LLAMA3 = Signature(
     "llama3",
     entry.run_llama3,
-    "(total, nheads, headdim_v)",
     "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k heads_k_stride local_k_slice " + _RING,
     (
         ("cu_seqlens_q: CuSeqlens", "(documents + 1,) of this rank's queries."),
@@ -122,50 +116,35 @@ LLAMA3 = Signature(
     ),
     "`llama3_flash_attn_prepare_cu_seqlens` makes the arguments from cu_seqlens_q to\n"
     "max_seqlen_k, and local_k_slice; they differ between ranks.",
-    takes_point=False,
 )
-SINGLE = Signature(
-    "single",
-    entry.run_single,
-    "(batch, seqlen_q, nheads, headdim_v)",
-    _SINGLE,
-    takes_point=False,
-)
+SINGLE = Signature("single", entry.run_single, _SINGLE)
 SINGLE_DOCUMENTS = Signature(
     "single_documents",
-    entry.run_single_documents,
-    "(total_q, nheads, headdim_v)",
+    entry.run_single,
     "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k " + _SINGLE.replace("*", "block_table *"),
     (
         ("cu_seqlens_q: CuSeqlens", "(documents + 1,) of the queries."),
         ("cu_seqlens_k: CuSeqlens", "(documents + 1,) of the keys."),
         ("max_seqlen_q: int", "at least the longest document's queries."),
         ("max_seqlen_k: int", "at least the longest document's keys."),
-        (
-            "block_table: Tensor | None = None",
-            "must be None: there are no paged keys and values.",
-        ),
+        ("block_table: Tensor | None = None", "must be None: no paged keys and values."),
     ),
-    takes_point=False,
 )
 SINGLE_DOCUMENTS_KV = replace(  # no block_table there
     SINGLE_DOCUMENTS, order="cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k " + _SINGLE
 )
 SINGLE_DOCUMENTS_QKV = Signature(
     "single_documents_qkv",
-    entry.run_single_documents_qkv,
-    "(total, nheads, headdim_v)",
+    entry.run_single,
     f"cu_seqlens max_seqlen {_SINGLE}",
     (
         ("cu_seqlens: CuSeqlens", "(documents + 1,)."),
         ("max_seqlen: int", "at least the longest document's tokens."),
     ),
-    takes_point=False,
 )
 ANYTHING = Signature(
     "anything",
-    entry.run_anything,
-    "like q with v's head dimension",
+    entry.run_ring,
     "* layout route kernel cu_seqlens cu_seqlens_k seqlen seqlen_k heads_k_stride "
     f"sources_per_launch {_SHARED} {_FLAGS} group softcap sink",
     (
@@ -200,5 +179,4 @@ ANYTHING = Signature(
     "A batch of sequences of one length, or with cu_seqlens packed documents; any length, and\n"
     "shards may differ in size (see `shard`). Queries and keys may differ in number: query i of a\n"
     "document then has position i + keys - queries.",
-    takes_point=False,
 )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
-from ..engine.entry import run_virtual
-from ..engine.prepare import Options, Output
+from ..engine.entry import in_autocast_dtype, run_virtual
+from ..engine.prepare import Output
 from .sharding import shard, unshard
 
 
@@ -49,21 +49,20 @@ def virtual_ring_attention(
         options: the other arguments of `ring_attention`, except `group`.
     """
     world_size = checks.check_integer("world_size", world_size, 1)
-    Options(return_attn_probs=return_attn_probs, **options)  # before anything is computed
     packed = cu_seqlens is not None
     if cu_seqlens_k is not None and not packed:
         raise ValueError("cu_seqlens_k is given without cu_seqlens")
+    q, k, v = in_autocast_dtype(q, k, v)
     checks.check_tensors(q, k, v, packed)
     lengths_q: tuple[int, ...] = (q.shape[1],)
     lengths_k: tuple[int, ...] = (k.shape[1],)
     if cu_seqlens is not None:
         lengths_k = lengths_q = document_lengths(cu_seqlens, q.device)
+        name = "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k"
         if cu_seqlens_k is not None:
-            lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
+            lengths_k = document_lengths(cu_seqlens_k, q.device, name)
         checks.check_total(lengths_q, q, "q", "cu_seqlens")
-        checks.check_total(
-            lengths_k, k, "k", "cu_seqlens_k" if cu_seqlens_k is not None else "cu_seqlens"
-        )
+        checks.check_total(lengths_k, k, "k", name)
     offsets_q, offsets_k = (
         [0, *accumulate(lengths)] if packed else None for lengths in (lengths_q, lengths_k)
     )

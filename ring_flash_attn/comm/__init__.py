@@ -1,7 +1,7 @@
 """Communication: the only place that knows torch.distributed; and virtual ranks in one process."""
 
 from .agreement import agree, check_mode
-from .base import Message, Transport
+from .base import Message, Transport, virtual_transports
 from .distributed import (
     DistributedTransport,
     connect,
@@ -10,7 +10,6 @@ from .distributed import (
     resolve_group,
     share_seed,
 )
-from .virtual import virtual_transports
 
 __all__ = [
     "DistributedTransport",

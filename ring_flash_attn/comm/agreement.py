@@ -1,15 +1,7 @@
 """Do all ranks make the same call? Asked of the group's store when a call's signature is new.
 
-Ranks that disagree would hang or, worse, mix up each other's data. So the first time a rank makes a
-call of some signature it posts the signature to the group's store, waits for those of the others,
-and compares. After that the signature is known and costs nothing.
-
-A rank that is late is waited for as long as the group waits for a collective; after `PATIENCE` a
-warning says who is missing.
-
 `RFA_CHECK=off` turns this off; `RFA_CHECK=values` compares the values of cu_seqlens as well, which
-costs a round over the store for every new cu_seqlens, and for every call of the llama3 functions,
-where a rank knows its own part alone.
+costs a round over the store for every new cu_seqlens, and for every call of the llama3 functions.
 """
 
 from __future__ import annotations
@@ -37,23 +29,17 @@ Signature = tuple[tuple[str, object], ...]  # name and value of all that has to 
 
 
 class _Known:
-    """What this rank has agreed upon in one group.
-
-    Attributes:
-        store: a connection of our own, so that waiting blocks no other thread's use of the store.
-        life: how often this rank has made a group on this store.
-        signatures: of calls that all ranks have made. All add them in the same order, so the same
-            ones are forgotten everywhere.
-        rounds: over the store.
-    """
+    """What this rank has agreed upon in one group."""
 
     def __init__(self, group: ProcessGroup) -> None:
         shared: Any = dist.distributed_c10d._get_process_group_store(group)
-        self.store = shared.clone()
+        self.store = shared.clone()  # waiting on it blocks no other thread's use of the store
         self.store.set_timeout(_GET)
+        # How often this rank has made a group on this store.
         self.life = self.store.add(f"ring_flash_attn/lives/{dist.get_rank(group)}", 1)
+        # Of calls that all ranks have made; all add, and so forget, in the same order.
         self.signatures: Cache[Signature, bool] = Cache(_SIGNATURES)
-        self.rounds = 0
+        self.rounds = 0  # over the store
 
 
 _known: WeakKeyDictionary[ProcessGroup, _Known] = WeakKeyDictionary()
@@ -85,13 +71,8 @@ def meet_after_failure(group: ProcessGroup) -> None:
 def agree(signature: Signature, group: ProcessGroup, part: object = None) -> list[Any]:
     """Return if every rank of the group makes a call of this signature.
 
-    Args:
-        signature: what has to be equal.
-        group: the ranks.
-        part: what may differ, for JSON; if there is one, the ranks meet at every call.
-
-    Returns:
-        All ranks' parts, if there are parts.
+    `part` is what may differ, for JSON; with one, the ranks meet at every call, and all ranks'
+    parts are returned.
 
     Raises:
         ValueError: on every rank, naming who has what, if they differ; after the group's timeout,

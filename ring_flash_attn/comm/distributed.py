@@ -41,7 +41,6 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in the group, and the group's size."""
     group = resolve_group(group)
     return dist.get_rank(group), dist.get_world_size(group)
 

@@ -13,14 +13,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class RingComm:
-    """Passes tensors to the next rank of a ring and receives the previous rank's.
-
-    Attributes:
-        rank: this rank in the group.
-        world_size: size of the group.
-        send_rank: global rank of the next one.
-        recv_rank: global rank of the previous one.
-    """
+    """Passes tensors to the next rank of a ring (`send_rank`), and receives the previous rank's."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.rank = dist.get_rank(process_group)
@@ -35,15 +28,7 @@ class RingComm:
         self._reqs: list[dist.Work] | None = None
 
     def send_recv(self, to_send: Tensor, recv_tensor: Tensor | None = None) -> Tensor:
-        """Queue one exchange, to start with `commit`.
-
-        Args:
-            to_send: what the next rank gets; it must not change until `wait`.
-            recv_tensor: where to receive; None for a new tensor like `to_send`.
-
-        Returns:
-            The tensor received into, valid after `wait`.
-        """
+        """Queue one exchange, to start with `commit`; what is returned is valid after `wait`."""
         received = torch.empty_like(to_send) if recv_tensor is None else recv_tensor
         group = self._process_group
         self._ops += [
@@ -53,13 +38,11 @@ class RingComm:
         return received
 
     def commit(self) -> None:
-        """Start the queued exchanges."""
         if self._reqs is not None:
             raise RuntimeError("commit() before the wait() for the last one")
         self._reqs = dist.batch_isend_irecv(self._ops)
 
     def wait(self) -> None:
-        """Wait for the exchanges that `commit` started."""
         if self._reqs is None:
             raise RuntimeError("wait() without a commit()")
         for request in self._reqs:
@@ -67,11 +50,7 @@ class RingComm:
         self._ops, self._reqs = [], None
 
     def send_recv_kv(
-        self,
-        k: Tensor,
-        v: Tensor,
-        k_buffer: Tensor | None = None,
-        v_buffer: Tensor | None = None,
+        self, k: Tensor, v: Tensor, k_buffer: Tensor | None = None, v_buffer: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Queue keys and values and start both; they are valid after `wait`."""
         received = self.send_recv(k, k_buffer), self.send_recv(v, v_buffer)
@@ -93,7 +72,6 @@ class AllGatherComm:
             self.handles.append(handle)
 
     def wait(self) -> None:
-        """Wait for every all-gather started so far."""
         for handle in self.handles:
             handle.wait()
         self.handles = []

@@ -24,11 +24,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 class RanksFailed(RuntimeError):
-    """A rank raised, died or fell silent.
-
-    The message has the traceback of the rank that failed first, and the last line of the others',
-    who as a rule failed because of it.
-    """
+    """A rank raised, died or fell silent: the traceback of the first, the last line of others."""
 
 
 def default_backend(device: str, world_size: int) -> str:
@@ -55,11 +51,7 @@ def torchrun_rank() -> tuple[int, int] | None:
 
 
 def run_joined(body: Body, args: Sequence[Any], device: str, backend: str) -> Iterator[list[Any]]:
-    """Run `body` as one of the ranks that torchrun has started.
-
-    Yields:
-        On every rank, for each item of `body`, the list of all ranks' items.
-    """
+    """Run `body` as one of the ranks that torchrun has started; yields as `run_spawned` does."""
     found = torchrun_rank()
     assert found is not None, "torchrun sets RANK and WORLD_SIZE"
     rank, world_size = found
@@ -82,21 +74,10 @@ def run_spawned(
     backend: str,
     timeout: float = 300.0,
 ) -> Iterator[list[Any]]:
-    """Run `body` in `world_size` new processes of this machine.
+    """Run `body`, at the top level of a module, in new processes of this machine.
 
-    Args:
-        body: a generator function at the top level of a module.
-        args: for `body`, after rank and world size.
-        world_size: number of processes.
-        device: "cpu" or "cuda".
-        backend: of the process group.
-        timeout: seconds that a rank may take for an item.
-
-    Yields:
-        For each item of `body` the list of all ranks' items.
-
-    Raises:
-        RanksFailed: a rank raised, died or fell silent. Every process has been ended then.
+    Yields for each item of `body` the list of all ranks' items. A rank may take `timeout` seconds
+    for an item; RanksFailed, and every process is ended, if one does not come.
     """
     _context.set_forkserver_preload(["torch", "torch.distributed", "ring_flash_attn"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -132,7 +113,10 @@ def _collect(pipes: Sequence[Connection], timeout: float) -> Iterator[list[Any]]
             errors.append(f"no answer {fewest + 1} from {who} within {patience:g} s")
             break
         for rank in [rank for rank, pipe in running.items() if pipe in ready]:
-            kind, value = _receive(running[rank])
+            try:
+                kind, value = running[rank].recv()
+            except EOFError:
+                kind, value = "error", "the process died without a word"
             if kind == "item":
                 arrived[rank].append(value)
                 sent[rank] += 1
@@ -145,14 +129,6 @@ def _collect(pipes: Sequence[Connection], timeout: float) -> Iterator[list[Any]]
             yield [items.popleft() for items in arrived]
     if errors:
         raise RanksFailed("\n".join(errors))
-
-
-def _receive(pipe: Connection) -> tuple[str, Any]:
-    try:
-        kind, value = pipe.recv()
-    except EOFError:
-        return "error", "the process died without a word"
-    return kind, value
 
 
 def _serve(

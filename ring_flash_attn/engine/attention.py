@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..plan.buffers import BufferPlan, SingleLaunch
 from ..plan.steps import Payload, Side, Work
 from ..trace import span
 from .checks import autocast_dtype
-from .executor import Executor, Field, Fields, Pass, Pool, Views, run_steps, transports
+from .executor import Executor, Field, Pool, Views, run_steps
 from .host_copy import raise_if_stale
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -26,30 +26,26 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """What one rank of this process brings: its plans, and its end of the group.
-
-    Attributes:
-        forward, backward: its steps.
-        transport: makes a fresh end for each pass.
-        pool: where buffers come from.
-    """
+    """A rank of this process: its steps, and where its buffers come from."""
 
     forward: BufferPlan
     backward: BufferPlan
-    transport: Callable[[], Transport]
-    pool: Pool = field(default_factory=Pool)
+    pool: Pool
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
     """A call, ready to run: its ranks in this process, the kernel, what the kernel must know.
 
-    `where` is for profilers: names of layout and route, or "one device".
+    Attributes:
+        connect: makes the ranks' ends of the group, for each pass fresh ones.
+        where: for profilers, names of layout and route, or "one device".
     """
 
     ranks: tuple[LocalRank, ...]
     kernel: Kernel
     call: Call
+    connect: Callable[[], Sequence[Transport]]
     where: tuple[str, ...] = ("one device",)
 
     def changed(self, **changes: Any) -> PreparedCall:
@@ -133,22 +129,8 @@ def forward(
             _ForwardPass(prepared, local, shard, sink)
             for local, shard in zip(prepared.ranks, shards, strict=True)
         ]
-        _run(prepared, [local.forward for local in prepared.ranks], passes)
+        run_steps([Executor(*each) for each in zip(passes, prepared.connect(), strict=True)])
         return [each.result() for each in passes]
-
-
-def _run(
-    prepared: PreparedCall, buffer_plans: Sequence[BufferPlan], passes: Sequence[Pass]
-) -> None:
-    """One pass of all ranks of this process."""
-    ranks = prepared.ranks
-    with transports(buffer_plans, [local.transport for local in ranks]) as ends:
-        run_steps(
-            [
-                Executor(work, buffer_plan, end, local.pool)
-                for work, buffer_plan, end, local in zip(passes, buffer_plans, ends, ranks)
-            ]
-        )
 
 
 def backward(
@@ -183,7 +165,7 @@ def backward(
             _BackwardPass(prepared, *of_rank)
             for of_rank in zip(ranks, shards, dense, saved, strict=True)
         ]
-        _run(prepared, [local.backward for local in ranks], passes)
+        run_steps([Executor(*each) for each in zip(passes, prepared.connect(), strict=True)])
     return dsink, [each.result() for each in passes]
 
 
@@ -207,7 +189,6 @@ def _saved(
     dlse: Tensor | None,
     sink: bool,
 ) -> Saved:
-    """What the kernel has to know of the forward pass."""
     call, direct = prepared.call, as_direct(prepared.kernel)
     if as_block(prepared.kernel) is not None:
         if dlse is not None:
@@ -308,15 +289,7 @@ class _ForwardPass:
         q, k, v = shard
         self._kernel, self._call = prepared.kernel, prepared.call
         call = prepared.call
-        group = call.nheads // call.nheads_k
-        self.fields: dict[tuple[Payload, Side], Fields] = {
-            (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, call.dtype),),
-            (Payload.INPUT, Side.KEY): _key_fields(call, call.dtype),
-            (Payload.RESULT, Side.QUERY): (
-                Field(group, call.headdim_v, call.state_dtype),
-                Field(group, None, call.state_dtype),
-            ),
-        }
+        self.buffer_plan, self.pool = local.forward, local.pool
         complete = local.forward.plan.complete
         covered = complete and _needs_no_zeros(self._kernel)
         out, lse = _empty_state(q, call, call.state_dtype, sink, covered)
@@ -329,19 +302,20 @@ class _ForwardPass:
         }
 
     def launch(self, work: Work, executor: Executor) -> None:
-        (q,), (k, v) = executor.inputs(work, Side.QUERY), executor.inputs(work, Side.KEY)
+        (q,) = executor.shards(Payload.INPUT, work, Side.QUERY)
+        k, v = executor.shards(Payload.INPUT, work, Side.KEY)
         result = self.state.result
         if result is not None:
-            result = self.fields[Payload.RESULT, Side.QUERY][0].of_heads(result, work.heads)
-        out, lse = executor.results(work, Side.QUERY)
+            result = Field.of(result, self._call.nheads_k).of_heads(result, work.heads)
+        out, lse = executor.shards(Payload.RESULT, work, Side.QUERY)
         state, call = State(out, lse, result), self._call.of_heads(*work.heads)
         with span("{.name} forward on rank {}", self._kernel, executor.rank):
             self._kernel.forward(q, k, v, work.tiles, state, call)
 
-    def combine(self, side: Side, ours: Views, theirs: Views) -> None:
+    def combine(self, ours: Views, theirs: Views) -> None:
         merge(State(ours[0], ours[1]), theirs[0], theirs[1])
 
-    def clear(self, side: Side, views: Views) -> None:
+    def clear(self, views: Views) -> None:
         out, lse = views
         out.zero_()
         lse.fill_(-torch.inf)
@@ -363,23 +337,15 @@ class _BackwardPass:
     ) -> None:
         q, k, v = shard
         self._kernel, self._call = prepared.kernel, prepared.call
-        call = prepared.call
+        self.buffer_plan, self.pool = local.backward, local.pool
         self._writes = _needs_no_zeros(self._kernel)
-        group = call.nheads // call.nheads_k
-        row, out = Field(group, None, call.state_dtype), Field(group, call.headdim_v, call.dtype)
-        last, of_last = (row, saved.delta) if saved.out is None else (out, saved.out)
-        self.fields: dict[tuple[Payload, Side], Fields] = {
-            (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, call.dtype), out, row, last),
-            (Payload.INPUT, Side.KEY): _key_fields(call, call.dtype),
-            (Payload.RESULT, Side.QUERY): (Field(group, call.headdim, call.state_dtype),),
-            (Payload.RESULT, Side.KEY): _key_fields(call, call.state_dtype),
-        }
         dq, dk, dv = (
             self._accumulator(x, local.backward.begins[side])
             for x, side in ((q, Side.QUERY), (k, Side.KEY), (v, Side.KEY))
         )
+        last = saved.delta if saved.out is None else saved.out
         self.home: dict[tuple[Payload, Side], Views] = {
-            (Payload.INPUT, Side.QUERY): (q, dout, saved.lse, of_last),
+            (Payload.INPUT, Side.QUERY): (q, dout, saved.lse, last),
             (Payload.INPUT, Side.KEY): (k, v),
             (Payload.RESULT, Side.QUERY): (dq,),
             (Payload.RESULT, Side.KEY): (dk, dv),
@@ -390,10 +356,11 @@ class _BackwardPass:
         return make(x.shape, dtype=self._call.state_dtype, device=x.device)
 
     def launch(self, work: Work, executor: Executor) -> None:
-        q, dout, lse, delta_or_out = executor.inputs(work, Side.QUERY)
-        k, v = executor.inputs(work, Side.KEY)
+        q, dout, lse, delta_or_out = executor.shards(Payload.INPUT, work, Side.QUERY)
+        k, v = executor.shards(Payload.INPUT, work, Side.KEY)
         fresh_q, fresh_k = (self._writes and executor.is_fresh(work, side) for side in Side)
-        (dq,), (dk, dv) = executor.results(work, Side.QUERY), executor.results(work, Side.KEY)
+        (dq,) = executor.shards(Payload.RESULT, work, Side.QUERY)
+        dk, dv = executor.shards(Payload.RESULT, work, Side.KEY)
         call = self._call.of_heads(*work.heads)
         if as_block(self._kernel) is None:
             saved = Saved(lse, delta_or_out)
@@ -403,12 +370,12 @@ class _BackwardPass:
         with span("{.name} backward on rank {}", self._kernel, executor.rank):
             self._kernel.backward(dout, q, k, v, work.tiles, saved, grads, call)
 
-    def combine(self, side: Side, ours: Views, theirs: Views) -> None:
+    def combine(self, ours: Views, theirs: Views) -> None:
         with span("add gradients"):
             for mine, other in zip(ours, theirs, strict=True):
                 mine += other
 
-    def clear(self, side: Side, views: Views) -> None:
+    def clear(self, views: Views) -> None:
         for view in views:
             view.zero_()
 
@@ -417,7 +384,3 @@ class _BackwardPass:
         (dq,) = self.home[Payload.RESULT, Side.QUERY]
         dk, dv = self.home[Payload.RESULT, Side.KEY]
         return dq.to(self._call.dtype), dk.to(self._call.dtype), dv.to(self._call.dtype)
-
-
-def _key_fields(call: Call, dtype: torch.dtype) -> tuple[Field, Field]:
-    return Field(1, call.headdim, dtype), Field(1, call.headdim_v, dtype)

@@ -6,6 +6,7 @@ import functools
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -41,19 +42,14 @@ def check_tensor(name: str, value: object) -> None:
     """TypeError unless it is a tensor whose elements lie in this process's memory."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
-    if type(value) is not Tensor and _is_dtensor(value):
+    if type(value) is not Tensor and any(
+        kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
+        for kind in type(value).__mro__  # by name: its module is slow to import
+    ):
         raise TypeError(f"{name} must be a local tensor, not a DTensor: pass {name}.to_local()")
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
         raise TypeError(f"{name} must be a dense tensor, but it is {kind}")
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    """By name, because its module is slow to import and need not be there."""
-    return any(
-        kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
-        for kind in type(tensor).__mro__
-    )
 
 
 def check_values(name: str, tensor: Tensor) -> None:
@@ -76,20 +72,17 @@ def check_flag(name: str, value: Any) -> bool:
 def check_integer(name: str, value: Any, least: int | None = None) -> int:
     """An int, at least `least`; NumPy's and 0-dim tensors will do, bools and floats will not."""
     if type(value) is not int:
-        value = _integer(name, value, least)
+        value = _plain(name, value)
+        try:
+            if isinstance(value, bool) or hasattr(value, "shape"):
+                raise TypeError
+            value = operator.index(value)
+        except TypeError:
+            kind = _an_integer(least)
+            raise TypeError(f"{name} must be {kind}, not {_shown(value)}") from None
     if (least is not None and value < least) or value > _LARGEST:
         raise ValueError(f"{name} must be {_an_integer(least)} of 64 bits, not {value}")
     return int(value)
-
-
-def _integer(name: str, value: Any, least: int | None) -> int:
-    value = _plain(name, value)
-    try:
-        if not isinstance(value, bool) and not hasattr(value, "shape"):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name} must be {_an_integer(least)}, not {_shown(value)}")
 
 
 def _an_integer(least: int | None) -> str:
@@ -98,8 +91,14 @@ def _an_integer(least: int | None) -> str:
     return "a positive integer" if least == 1 else f"an integer of at least {least}"
 
 
-def check_number(name: str, value: Any) -> float:
-    """A float; ints, NumPy's and 0-dim tensors will do, bools and NaN will not."""
+def check_number(
+    name: str,
+    value: Any,
+    least: float = -sys.float_info.max,
+    below: float = math.inf,
+    rule: str = "a finite number",
+) -> float:
+    """A float in a range; ints, NumPy's and 0-dim tensors will do, bools and NaN will not."""
     value = _plain(name, value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {_shown(value)}")
@@ -107,8 +106,8 @@ def check_number(name: str, value: Any) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if math.isnan(number):
-        raise ValueError(f"{name} must be a number, not nan")
+    if not least <= number < below:
+        raise ValueError(f"{name} must be {rule}, not {number}")
     return number
 
 
@@ -150,7 +149,10 @@ def check_slice(name: str, value: Any) -> slice:
         None if part is None else check_integer(f"{name}.{end}", part)
         for end, part in (("start", value.start), ("stop", value.stop), ("step", value.step))
     )
-    return slice(*parts)
+    value = slice(*parts)
+    if value.step == 0:
+        raise ValueError(f"{name} = {value} has a step of 0")
+    return value
 
 
 def check_device(name: str, value: Any) -> torch.device | None:
@@ -169,7 +171,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     """Shapes, dtypes and devices of q, k and v fit together."""
     form = "(total, nheads, headdim)" if packed else "(batch, seqlen, nheads, headdim)"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
         if tensor.dim() != (3 if packed else 4):
             raise ValueError(f"{name} must be {form}, but has shape {tuple(tensor.shape)}")
         check_values(name, tensor)
@@ -193,11 +194,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         )
 
 
-def unpack(tensor: Tensor, name: str, parts: int, packed: bool) -> tuple[Tensor, ...]:
-    """The views q, k, v of a qkv tensor, or k, v of a kv tensor."""
-    form = f"({'total' if packed else 'batch, seqlen'}, {parts}, nheads, headdim)"
+def unpack(tensor: Tensor, name: str, packed: bool) -> tuple[Tensor, ...]:
+    """The views q, k, v of a tensor called qkv, or k, v of one called kv."""
     check_tensor(name, tensor)
-    if tensor.dim() != (4 if packed else 5) or tensor.shape[-3] != parts:
+    if tensor.dim() != (4 if packed else 5) or tensor.shape[-3] != len(name):
+        form = f"({'total' if packed else 'batch, seqlen'}, {len(name)}, nheads, headdim)"
         raise ValueError(f"{name} must be {form}, but has shape {tuple(tensor.shape)}")
     check_values(name, tensor)
     return tensor.unbind(-3)
@@ -214,52 +215,10 @@ def check_window(window_size: Any) -> tuple[int, int]:
         ) from None
 
 
-def check_dropout(dropout_p: Any) -> float:
-    """A probability below 1."""
-    probability = check_number("dropout_p", dropout_p)
-    if not 0 <= probability < 1:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, not {probability}")
-    return probability
-
-
-def check_softcap(softcap: Any) -> float:
-    """0 (or None) for none, or positive."""
-    number = 0.0 if softcap is None else check_number("softcap", softcap)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"softcap must be 0 (off) or positive, not {number}")
-    return number
-
-
-def check_scale(softmax_scale: Any) -> float | None:
-    """A finite factor on the scores; None for the default one."""
-    if softmax_scale is None:
-        return None
-    number = check_number("softmax_scale", softmax_scale)
-    if math.isinf(number):
-        raise ValueError(f"softmax_scale must be a finite number, not {number}")
-    return number
-
-
-def check_alibi(slopes: Tensor | None, q: Tensor) -> None:
-    """(nheads,) or (batch, nheads), on q's device, without gradient."""
-    if slopes is None:
+def check_for_heads(name: str, tensor: Tensor | None, q: Tensor, *shapes: tuple[int, ...]) -> None:
+    """Floating point numbers in one of these shapes, on q's device; or None."""
+    if tensor is None:
         return
-    batch, _, nheads, _ = q.shape
-    _check_for_heads("alibi_slopes", slopes, q, ((nheads,), (batch, nheads)))
-    if slopes.requires_grad:
-        raise ValueError("alibi_slopes.requires_grad: there is no gradient for alibi_slopes")
-
-
-def check_sink(sink: Tensor | None, q: Tensor) -> None:
-    """(nheads,) floating point, on q's device."""
-    if sink is not None:
-        _check_for_heads("sink", sink, q, ((q.shape[2],),))
-
-
-def _check_for_heads(
-    name: str, tensor: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]
-) -> None:
-    check_tensor(name, tensor)
     if tuple(tensor.shape) not in shapes:
         choices = " or ".join(map(str, shapes))
         raise ValueError(f"{name} must be {choices}, not {tuple(tensor.shape)}")
@@ -289,17 +248,11 @@ def document_lengths(
     name: str = "cu_seqlens",
     fresh: bool = False,
 ) -> tuple[int, ...]:
-    """Lengths of the documents that cu_seqlens delimits.
+    """Lengths of the documents that cu_seqlens delimits; a tensor is on the CPU or on `device`.
 
     Sequences and CPU tensors are read at every call. A CUDA tensor is copied to the host once, and
-    again when it has changed (see `host_copy`).
-
-    Args:
-        cu_seqlens: (documents + 1,) int32 or int64, or a sequence of ints; 0 first, never
-            decreasing.
-        device: where a tensor has to be, unless it is on the CPU.
-        name: what the argument is called, for the error.
-        fresh: copy a CUDA tensor in any case; for what is called once for a batch.
+    again when it has changed (see `host_copy`); if `fresh`, which is for what is called once for a
+    batch, in any case.
     """
     if not isinstance(cu_seqlens, Tensor):
         return _lengths(_offsets(cu_seqlens, name), name)

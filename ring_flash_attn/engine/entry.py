@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -19,125 +19,74 @@ from ..plan.problem import Problem
 from . import checks
 from .attention import QKV, PreparedCall
 from .checks import CuSeqlens, document_lengths
-from .prepare import Options, Output, prepare_virtual, run_on_group, run_prepared
+from .prepare import Options, Output, prepare, run_on_group, run_prepared
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_DOCUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _CONNECTED = 16  # ranks of which each may have a connection to every other
 _FEW_TOKENS = 8192  # of a rank; with more, launches of two sources are as fast as larger ones
 
 
-def run_batch(
-    layout: str,
-    route: str,
+def run_ring(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    group: ProcessGroup | None = None,
+    layout: str,
+    route: str,
+    packed: bool | None = None,
+    equal_shards: bool = False,
+    cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+    max_seqlen: int | None = None,
     seqlen: int | None = None,
     seqlen_k: int | None = None,
     heads_k_stride: int | None = None,
     sources_per_launch: int | None = None,
-    **options: Any,
-) -> Output:
-    """Sequences of one length, spread over the group; shards are equal unless seqlen says."""
-    _, world_size = comm.rank_and_size(group)
-    opts = Options(**options)
-    shard = q, k, v = _prepare_shard(q, k, v, packed=False)
-    lengths_q, lengths_k = (
-        (x.shape[1] * world_size if length is None else checks.check_integer(name, length, 0),)
-        for name, length, x in (("seqlen", seqlen, q), ("seqlen_k", seqlen_k, k))
-    )
-    same = {"seqlen_q": lengths_q, "seqlen_k": lengths_k, "batch": q.shape[0]}
-    heads = k.shape[2], heads_k_stride, sources_per_launch
-    problem = make_problem(layout, route, lengths_q, lengths_k, world_size, opts, *heads)
-    return run_on_group(route, problem, *shard, opts, group, same, packed=False)
-
-
-def run_local_documents(
-    layout: str,
-    route: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens: CuSeqlens,
-    max_seqlen: int,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Output:
-    """Packed documents, each spread over the group; cu_seqlens is that of a shard, equal on all."""
-    _, world_size = comm.rank_and_size(group)
-    opts = Options(**options)
-    shard = q, k, v = _prepare_shard(q, k, v, packed=True)
-    local = document_lengths(cu_seqlens, q.device)
-    checks.check_max_seqlen("max_seqlen", max_seqlen, local)
-    for name, tensor in (("q", q), ("k", k)):
-        checks.check_total(local, tensor[0], name, "cu_seqlens")
-    lengths = tuple(length * world_size for length in local)
-    same = {"total": q.shape[1], "documents": len(lengths), **document_values(cu_seqlens=lengths)}
-    problem = make_problem(layout, route, lengths, lengths, world_size, opts, k.shape[2])
-    return run_on_group(route, problem, *shard, opts, group, same, packed=True)
+    """A batch, or packed documents, spread over the group.
 
-
-def run_documents(
-    layout: str,
-    route: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens: CuSeqlens,
-    cu_seqlens_k: CuSeqlens | None = None,
-    max_seqlen: int | None = None,
-    heads_k_stride: int | None = None,
-    sources_per_launch: int | None = None,
-    group: ProcessGroup | None = None,
-    **options: Any,
-) -> Output:
-    """Packed documents, spread over the group; cu_seqlens is that of the whole stream."""
-    _, world_size = comm.rank_and_size(group)
-    opts = Options(**options)
-    shard = q, k, v = _prepare_shard(q, k, v, packed=True)
-    lengths_q = lengths_k = document_lengths(cu_seqlens, q.device)
-    if cu_seqlens_k is not None:
-        lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
-    if max_seqlen is not None:
-        checks.check_max_seqlen("max_seqlen", max_seqlen, lengths_q)
-    same = {
-        "tokens": (sum(lengths_q), sum(lengths_k)),
-        "documents": len(lengths_q),
-        **document_values(cu_seqlens=lengths_q, cu_seqlens_k=lengths_k),
-    }
-    heads = k.shape[2], heads_k_stride, sources_per_launch
-    problem = make_problem(layout, route, lengths_q, lengths_k, world_size, opts, *heads)
-    return run_on_group(route, problem, *shard, opts, group, same, packed=True)
-
-
-def run_anything(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: str,
-    route: str,
-    cu_seqlens: CuSeqlens | None,
-    cu_seqlens_k: CuSeqlens | None,
-    seqlen: int | None,
-    seqlen_k: int | None,
-    **options: Any,
-) -> Output:
-    """A batch, or with cu_seqlens packed documents, spread over the group."""
-    if cu_seqlens is None:
-        if cu_seqlens_k is not None:
+    Without `packed`, cu_seqlens decides. It is that of the whole stream or, with `equal_shards`,
+    that of every rank's shard. Shards of a batch are equal unless seqlen says.
+    """
+    if packed is None:
+        packed = cu_seqlens is not None
+        if cu_seqlens_k is not None and not packed:
             raise ValueError("cu_seqlens_k is given without cu_seqlens")
-        return run_batch(layout, route, q, k, v, seqlen=seqlen, seqlen_k=seqlen_k, **options)
-    if seqlen is not None or seqlen_k is not None:
-        raise ValueError("seqlen and seqlen_k go with a batch, not with cu_seqlens")
-    options |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
-    return run_documents(layout, route, q, k, v, **options)
+        if packed and (seqlen is not None or seqlen_k is not None):
+            raise ValueError("seqlen and seqlen_k go with a batch, not with cu_seqlens")
+    _, world_size = comm.rank_and_size(group)
+    opts = Options(**options)
+    shard = q, k, v = _prepare(q, k, v, packed)
+    same: dict[str, object]
+    if packed:
+        lengths_q = lengths_k = document_lengths(cast(CuSeqlens, cu_seqlens), q.device)
+        if cu_seqlens_k is not None:
+            lengths_k = document_lengths(cu_seqlens_k, q.device, "cu_seqlens_k")
+        if max_seqlen is not None or equal_shards:
+            checks.check_max_seqlen("max_seqlen", max_seqlen, lengths_q)
+        if equal_shards:
+            for name, tensor in (("q", q), ("k", k)):
+                checks.check_total(lengths_q, tensor[0], name, "cu_seqlens")
+            lengths_q = lengths_k = tuple(length * world_size for length in lengths_q)
+        same = {
+            "tokens": (sum(lengths_q), sum(lengths_k)),
+            "documents": len(lengths_q),
+            **document_values(cu_seqlens=lengths_q, cu_seqlens_k=lengths_k),
+        }
+    else:
+        lengths_q, lengths_k = (
+            (x.shape[1] * world_size if length is None else checks.check_integer(name, length, 0),)
+            for name, length, x in (("seqlen", seqlen, q), ("seqlen_k", seqlen_k, k))
+        )
+        same = {"seqlen_q": lengths_q, "seqlen_k": lengths_k, "batch": q.shape[0]}
+    heads = k.shape[2], heads_k_stride, sources_per_launch
+    problem = make_problem(layout, route, lengths_q, lengths_k, world_size, opts, *heads)
+    return run_on_group(route, problem, shard, opts, group, same, packed)
 
 
 def run_llama3(
@@ -145,6 +94,9 @@ def run_llama3(
     k: Tensor,
     v: Tensor,
     *,
+    layout: str,
+    route: str,
+    packed: bool,
     cu_seqlens_q: CuSeqlens,
     cu_seqlens_k: CuSeqlens,
     max_seqlen_q: int,
@@ -157,15 +109,13 @@ def run_llama3(
     """Packed documents in a stream that is split evenly; each rank knows its own part."""
     rank, world_size = comm.rank_and_size(group)
     opts = Options(**options)
-    q, k, v = _prepare_shard(q, k, v, packed=True)
+    shard = q, k, v = _prepare(q, k, v, packed)
     lengths_q, lengths_k = checks.document_pairs(
         q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     )
     checks.check_total(lengths_q, q[0], "q", "cu_seqlens_q")
     _check_documents(lengths_q, lengths_k)
     local_k_slice = checks.check_slice("local_k_slice", local_k_slice)
-    if local_k_slice.step == 0:
-        raise ValueError(f"local_k_slice = {local_k_slice} has a step of 0")
     gathered = range(k.shape[1] * world_size)[local_k_slice]
     if gathered.step != 1 or len(gathered) != sum(lengths_k):
         raise ValueError(
@@ -173,73 +123,46 @@ def run_llama3(
             f"gathered keys in steps of {gathered.step}, but cu_seqlens_k ends at {sum(lengths_k)}"
         )
     problem = Llama3Problem(
+        get_layout(layout),
         lengths_q,
         lengths_k,
-        gathered.start,
-        rank,
         world_size,
-        q.shape[1],
-        k.shape[1],
         opts.mask,
+        k.shape[2],
+        checks.check_heads_k_stride(heads_k_stride, k.shape[2]),
+        k_start=gathered.start,
+        rank=rank,
+        size_q=q.shape[1],
+        size_k=k.shape[1],
         bottom_right=opts.causal or q.shape[1] != k.shape[1],
-        nheads_k=k.shape[2],
-        heads_k_stride=checks.check_heads_k_stride(heads_k_stride, k.shape[2]),
     )
     same = {"total_q": q.shape[1], "total_k": k.shape[1]}
-    return run_on_group("all_gather", problem, q, k, v, opts, group, same, packed=True)
+    return run_on_group(route, problem, shard, opts, group, same, packed)
 
 
-def run_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
-    """Sequences of one length on one device."""
-    return _on_one_device(q, k, v, None, options)
-
-
-def run_single_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: CuSeqlens,
-    cu_seqlens_k: CuSeqlens,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    block_table: Tensor | None = None,
-    **options: Any,
+def run_single(
+    q: Tensor, k: Tensor, v: Tensor, *, block_table: Tensor | None = None, **options: Any
 ) -> Output:
-    """Packed documents on one device."""
+    """A batch on one device; or packed documents, with cu_seqlens (of qkv), or those of q and k."""
+    lengths = None
     if block_table is not None:
         checks.check_tensor("block_table", block_table)
         raise NotImplementedError("block_table: paged keys and values are not supported")
-    checks.check_tensor("q", q)
-    lengths = checks.document_pairs(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _on_one_device(q, k, v, lengths, options)
-
-
-def run_single_documents_qkv(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: CuSeqlens, max_seqlen: int, **options: Any
-) -> Output:
-    """Packed documents on one device, with as many queries as keys."""
-    lengths = document_lengths(cu_seqlens, q.device)
-    checks.check_max_seqlen("max_seqlen", max_seqlen, lengths)
-    checks.check_total(lengths, q, "qkv", "cu_seqlens")
-    return _on_one_device(q, k, v, (lengths, lengths), options)
+    if "cu_seqlens" in options:
+        same = document_lengths(options.pop("cu_seqlens"), q.device)
+        checks.check_max_seqlen("max_seqlen", options.pop("max_seqlen"), same)
+        checks.check_total(same, q, "qkv", "cu_seqlens")
+        lengths = same, same
+    elif "cu_seqlens_q" in options:
+        checks.check_tensor("q", q)
+        lengths = checks.document_pairs(q, *(options.pop(name) for name in _DOCUMENTS))
+    prepared, shard = prepare_single(q, k, v, lengths, options)
+    with_lse = options.get("return_attn_probs", False)
+    return run_prepared(prepared, [shard], options.get("sink"), with_lse, lengths is not None)[0]
 
 
 # By all that checks and plan depend on; few, as plans of long packs are large.
 _ready: Cache[tuple[object, ...], PreparedCall] = Cache(64)
-
-
-def _on_one_device(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None,
-    options: dict[str, Any],
-) -> Output:
-    """Packed documents of these lengths, or a batch."""
-    prepared, shard = prepare_single(q, k, v, lengths, options)
-    with_lse = options.get("return_attn_probs", False)
-    return run_prepared(prepared, [shard], options.get("sink"), with_lse, lengths is not None)[0]
 
 
 def prepare_single(
@@ -251,26 +174,26 @@ def prepare_single(
 ) -> tuple[PreparedCall, QKV]:
     """What does a call on one device, and its tensors; checked and planned once for all like it."""
     packed = lengths is not None
-    q, k, v = _cast(q, k, v)
+    q, k, v = in_autocast_dtype(q, k, v)
     for name in ("alibi_slopes", "sink"):
         if options.get(name) is not None:
             checks.check_tensor(name, options[name])
     key = _key(q, k, v, lengths, options)
     prepared = _ready.get(key) if key is not None else None
     if prepared is not None:
-        shard = (q[None], k[None], v[None]) if packed else (q, k, v)
         if prepared.call.alibi_slopes is not None:
             prepared = prepared.changed(alibi_slopes=options["alibi_slopes"])
-        return prepared, shard
+        return prepared, _batched(q, k, v, packed)
     opts = Options(**options)
-    shard = _prepare(q, k, v, packed)
+    checks.check_tensors(q, k, v, packed)
+    shard = _batched(q, k, v, packed)
     if lengths is None:
         lengths = (q.shape[1],), (k.shape[1],)
     else:
         checks.check_total(lengths[0], q, "q", "cu_seqlens_q")
         checks.check_total(lengths[1], k, "k", "cu_seqlens_k")
     problem = make_problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2])
-    prepared = prepare_virtual("ring", problem, [shard], opts)
+    prepared = prepare("ring", problem, {0: shard}, opts)
     if key is not None:
         _ready.add(key, prepared)
     return prepared, shard
@@ -314,35 +237,26 @@ def run_virtual(
     shards = [_prepare(*shard, packed=packed) for shard in shards]
     heads = shards[0][1].shape[2], heads_k_stride, sources_per_launch
     problem = make_problem(layout, route, lengths_q, lengths_k, len(shards), opts, *heads)
-    prepared = prepare_virtual(route, problem, shards, opts)
+    prepared = prepare(route, problem, dict(enumerate(shards)), opts)
     return run_prepared(prepared, shards, opts.sink, opts.return_attn_probs, packed)
-
-
-def _prepare_shard(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
-    """The same, of tensors that can be sent."""
-    q, k, v = _prepare(q, k, v, packed)
-    if q.device.type == "meta":
-        raise ValueError("q, k and v are on meta: there is nothing to send to other ranks")
-    return q, k, v
-
-
-def _cast(q: Tensor, k: Tensor, v: Tensor) -> QKV:
-    """In autocast's dtype; TypeError unless all three are tensors."""
-    checks.check_tensor("q", q)
-    checks.check_tensor("k", k)
-    checks.check_tensor("v", v)
-    return in_autocast_dtype(q, k, v)
 
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
     """Checked, in autocast's dtype, as (batch, seqlen, nheads, headdim)."""
-    q, k, v = _cast(q, k, v)
+    q, k, v = in_autocast_dtype(q, k, v)
     checks.check_tensors(q, k, v, packed)
+    return _batched(q, k, v, packed)
+
+
+def _batched(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> QKV:
     return (q[None], k[None], v[None]) if packed else (q, k, v)
 
 
 def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> QKV:
-    """What autocast makes of them, where it is on."""
+    """What autocast makes of them, where it is on; TypeError unless all three are tensors."""
+    checks.check_tensor("q", q)
+    checks.check_tensor("k", k)
+    checks.check_tensor("v", v)
     dtype = checks.autocast_dtype(q.device.type)
     if dtype is not None:
         lower = (torch.float32, torch.float16, torch.bfloat16)
@@ -368,13 +282,6 @@ def _check_documents(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> None
         )
 
 
-def _sources(tokens: int, world_size: int) -> int:
-    """Ranks whose keys one launch takes if the user does not say, measured on an H200."""
-    if world_size > _CONNECTED:
-        return 1
-    return 4 if tokens <= _FEW_TOKENS * world_size else 2
-
-
 def make_problem(
     layout: str,
     route: str,
@@ -396,7 +303,9 @@ def make_problem(
             f"heads_k_stride = {heads_k_stride}: route {route!r} takes all heads at once"
         )
     if sources_per_launch is None:
-        sources_per_launch = _sources(sum(lengths_k), world_size) if route == "ring" else 1
+        sources_per_launch = 1
+        if route == "ring" and world_size <= _CONNECTED:  # measured on an H200
+            sources_per_launch = 4 if sum(lengths_k) <= _FEW_TOKENS * world_size else 2
     elif route != "ring":
         raise ValueError(
             f"sources_per_launch = {sources_per_launch!r}: only route 'ring' groups sources, "

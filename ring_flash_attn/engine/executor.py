@@ -7,8 +7,7 @@ shard is a contiguous part of any buffer that holds it; kernels see it as (batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,17 +22,18 @@ from ..trace import span
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a payload.
-
-    Attributes:
-        heads: its heads for each KV head: 1, or the group size on the query side.
-        headdim: last dimension; None for a number per row, kept as (batch, nheads, seqlen).
-        dtype: of its elements.
-    """
+    """One tensor of a payload: heads for each KV head, last dimension (None: a number a row)."""
 
     heads: int
     headdim: int | None
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor, nheads_k: int) -> Field:
+        """Of (batch, seqlen, nheads, headdim) or (batch, nheads, seqlen)."""
+        if tensor.dim() == 3:
+            return cls(tensor.shape[1] // nheads_k, None, tensor.dtype)
+        return cls(tensor.shape[2] // nheads_k, tensor.shape[3], tensor.dtype)
 
     def view(self, buffer: Tensor) -> Tensor:
         """Rows-first buffer → what kernels see."""
@@ -53,7 +53,6 @@ class Field:
         return tensor[:, at] if self.headdim is None else tensor[:, :, at]
 
     def of_rows(self, tensor: Tensor, rows: slice) -> Tensor:
-        """Some rows of a kernel-side tensor."""
         return tensor[:, :, rows] if self.headdim is None else tensor[:, rows]
 
 
@@ -63,7 +62,7 @@ Buffers = tuple[Tensor, ...]
 
 
 class Pool:
-    """Where buffers come from and go to. Here torch makes each anew, and gets it back."""
+    """Where buffers come from and go to: here, torch's allocator."""
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer; what is in it is anybody's guess."""
@@ -74,47 +73,45 @@ class Pool:
 
 
 class Pass(Protocol):
-    """Forward or backward on one rank: which tensors there are, and what a launch does.
+    """Forward or backward on one rank: its plan, its tensors, and what a launch does."""
 
-    Attributes:
-        fields: the tensors of each payload.
-        home: this rank's own shards, as kernels see them.
-    """
-
-    fields: dict[tuple[Payload, Side], Fields]
-    home: dict[tuple[Payload, Side], Views]
+    buffer_plan: BufferPlan
+    pool: Pool
+    home: dict[tuple[Payload, Side], Views]  # its own shards, as kernels see them
 
     def launch(self, work: Work, executor: Executor) -> None:
-        """Run the kernel on the executor's `inputs` and `results`."""
+        """Run the kernel on the executor's `shards`."""
 
-    def combine(self, side: Side, ours: Views, theirs: Views) -> None:
+    def combine(self, ours: Views, theirs: Views) -> None:
         """Add what others have accumulated to what is accumulated here."""
 
-    def clear(self, side: Side, views: Views) -> None:
+    def clear(self, views: Views) -> None:
         """Make accumulators empty."""
 
 
 class Executor:
     """Runs the plan of one rank: its buffers, its messages, and the launches of a pass."""
 
-    def __init__(
-        self, work: Pass, buffer_plan: BufferPlan, transport: Transport, pool: Pool
-    ) -> None:
-        self._pass, self._fields, self._home = work, work.fields, work.home
-        self.buffer_plan, self.plan = buffer_plan, buffer_plan.plan
+    def __init__(self, work: Pass, transport: Transport) -> None:
+        self._pass, self._home = work, work.home
+        nheads_k = work.home[Payload.INPUT, Side.KEY][0].shape[2]
+        self._fields = {
+            key: tuple(Field.of(tensor, nheads_k) for tensor in tensors)
+            for key, tensors in work.home.items()
+        }
+        self.buffer_plan, self.plan = work.buffer_plan, work.buffer_plan.plan
         self.rank = self.plan.rank
         q = self._home[Payload.INPUT, Side.QUERY][0]
         self._transport, self._batch, self._device = transport, q.shape[0], q.device
         self._buffers: dict[Slot, Buffers] = {}
         self._begun: set[tuple[Side, Heads]] = set()
-        self._pool = pool
+        self._pool = work.pool
         self._own: dict[tuple[Side, Heads], Buffers] = {}  # our shards, rows first, while we send
         self._arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
 
     # Steps.
 
     def post(self, number: int) -> None:
-        """Start the transfers of a step."""
         messages: list[Message] = []
         for move in self.buffer_plan.moves[number]:
             transfer = move.transfer
@@ -128,7 +125,6 @@ class Executor:
             self._transport.post(messages)
 
     def compute(self, number: int) -> None:
-        """Do the work of a step."""
         for work in self.plan.steps[number].work:
             self._pass.launch(work, self)
 
@@ -144,15 +140,24 @@ class Executor:
         for key in [key for key in self._own if self.buffer_plan.own[key][1] == number]:
             del self._own[key]
 
+    def abandon(self, drain: bool) -> None:
+        """The pass has failed: tell the transport which steps have messages."""
+        steps = [
+            any(move.transfer.source != move.transfer.target for move in moves)
+            for moves in self.buffer_plan.moves
+        ]
+        self._transport.abandon(steps, drain)
+
     # Shards, wherever they lie.
 
-    def inputs(self, work: Work, side: Side) -> Views:
-        """What a launch reads of one side."""
-        return self._shards(Payload.INPUT, work, side)
-
-    def results(self, work: Work, side: Side) -> Views:
-        """Where a launch accumulates what belongs to one side."""
-        return self._shards(Payload.RESULT, work, side)
+    def shards(self, payload: Payload, work: Work, side: Side) -> Views:
+        """What a launch reads of one side, or where it accumulates what belongs to it."""
+        owners = work.owners(side)
+        if owners == (self.rank,):
+            return self._at_home(payload, side, work.heads)
+        slot = Slot(payload, side, owners, work.heads)
+        assert payload is Payload.RESULT or slot in self._buffers, f"{slot} has not arrived"
+        return _views(self._fields[payload, side], self._buffer(slot))
 
     def is_fresh(self, work: Work, side: Side) -> bool:
         """Whether a launch is the first to write there, and names every row; asked before it."""
@@ -163,16 +168,8 @@ class Executor:
         slot = Slot(Payload.RESULT, side, work.owners(side), work.heads)
         if slot in self._buffers or not self.buffer_plan.covers(work, side):
             return False
-        self._buffers[slot] = self._new_buffer(slot)
+        self._buffer(slot, clear=False)
         return True
-
-    def _shards(self, payload: Payload, work: Work, side: Side) -> Views:
-        fields, owners = self._fields[payload, side], work.owners(side)
-        if owners == (self.rank,):
-            return self._at_home(payload, side, work.heads)
-        slot = Slot(payload, side, owners, work.heads)
-        assert payload is Payload.RESULT or slot in self._buffers, f"{slot} has not arrived"
-        return _views(fields, self._buffer(slot))
 
     def _copy_in_place(self, move: Move) -> None:
         """Our own shard, into or out of a buffer that holds several."""
@@ -184,7 +181,7 @@ class Executor:
             ours = _rows(fields, shard, of_shard)
             there = _views(fields, [buffer[of_slot] for buffer in buffers])
             if transfer.payload is Payload.RESULT:
-                self._pass.combine(transfer.side, ours, there)
+                self._pass.combine(ours, there)
             else:
                 for view, tensor in zip(there, ours, strict=True):
                     view.copy_(tensor)
@@ -215,10 +212,11 @@ class Executor:
         transfer = move.transfer
         if transfer.payload is Payload.INPUT:
             return _cut(self._buffer(move.slot), move.of_slot)
-        size = sum(rows.stop - rows.start for rows in move.of_parcel)
-        buffers = self._take(self._fields[transfer.payload, transfer.side], size, transfer.heads)
+        sizes = [rows.stop - rows.start for rows in move.of_shard]
+        fields = self._fields[transfer.payload, transfer.side]
+        buffers = self._take(fields, sum(sizes), transfer.heads)
         self._arrivals.append((move, buffers))
-        return _cut(buffers, move.of_parcel)
+        return [part for buffer in buffers for part in buffer.split(sizes)]
 
     def _add(self, move: Move, buffers: Buffers) -> None:
         """Results of others have arrived: add ours, or pass them on if we have none."""
@@ -231,28 +229,26 @@ class Executor:
             for at in _joined(move.of_shard):
                 there = slice(row, row + at.stop - at.start)
                 ours, part = _rows(fields, home, at), _rows(fields, theirs, there)
-                self._pass.combine(transfer.side, ours, part)
+                self._pass.combine(ours, part)
                 row = there.stop
         else:
             assert not transfer.cut, "sums on their way are whole"
             if move.slot not in self._buffers:
                 self._buffers[move.slot] = buffers
                 return
-            self._pass.combine(transfer.side, _views(fields, self._buffers[move.slot]), theirs)
+            self._pass.combine(_views(fields, self._buffers[move.slot]), theirs)
         self._give_back(buffers)
 
     # Buffers.
 
-    def _buffer(self, slot: Slot) -> Buffers:
+    def _buffer(self, slot: Slot, clear: bool = True) -> Buffers:
         if slot not in self._buffers:
-            self._buffers[slot] = buffers = self._new_buffer(slot)
-            if slot.payload is Payload.RESULT:  # sent even where no launch adds to it
-                self._pass.clear(slot.side, _views(self._fields[slot.payload, slot.side], buffers))
+            fields = self._fields[slot.payload, slot.side]
+            buffers = self._take(fields, self.buffer_plan.rows(slot), slot.heads)
+            self._buffers[slot] = buffers
+            if clear and slot.payload is Payload.RESULT:  # sent even where no launch adds to it
+                self._pass.clear(_views(fields, buffers))
         return self._buffers[slot]
-
-    def _new_buffer(self, slot: Slot) -> Buffers:
-        fields = self._fields[slot.payload, slot.side]
-        return self._take(fields, self.buffer_plan.rows(slot), slot.heads)
 
     def _take(self, fields: Fields, size: int, heads: Heads) -> Buffers:
         """Buffers for `size` rows."""
@@ -294,38 +290,27 @@ def _cut(buffers: Iterable[Tensor], rows: Sequence[slice]) -> list[Tensor]:
     return [buffer[each] for buffer in buffers for each in rows]
 
 
-@contextmanager
-def transports(
-    buffer_plans: Sequence[BufferPlan], make: Sequence[Callable[[], Transport]]
-) -> Iterator[list[Transport]]:
-    """Each rank's end of the group for a pass; if that fails, what was posted is drained."""
-    made = [each() for each in make]
+def run_steps(executors: Sequence[Executor]) -> None:
+    """Run all ranks of this process (one, or all virtual ranks), each step on all of them.
+
+    If that fails, what was posted is drained.
+    """
     try:
-        yield made
+        for number in range(len(executors[0].plan.steps)):
+            with span(_step_name, executors, number):
+                for executor in executors:
+                    executor.post(number)
+                for executor in executors:
+                    executor.compute(number)
+                for executor in executors:
+                    executor.finish(number)
     except BaseException as error:
-        for buffer_plan, transport in zip(buffer_plans, made, strict=True):
-            steps = [
-                any(move.transfer.source != move.transfer.target for move in moves)
-                for moves in buffer_plan.moves
-            ]
-            transport.abandon(steps, drain=isinstance(error, Exception))
+        for executor in executors:
+            executor.abandon(drain=isinstance(error, Exception))
         raise
 
 
-def run_steps(executors: Sequence[Executor]) -> None:
-    """Run all ranks of this process (one, or all virtual ranks), each step on all of them."""
-    for number in range(len(executors[0].plan.steps)):
-        with span(_step_name, executors, number):
-            for executor in executors:
-                executor.post(number)
-            for executor in executors:
-                executor.compute(number)
-            for executor in executors:
-                executor.finish(number)
-
-
 def _step_name(executors: Sequence[Executor], number: int) -> str:
-    """For profilers."""
     if len(executors) > 1:
         return f"step {number} of {len(executors)} virtual ranks"
     plan = executors[0].plan
@@ -343,13 +328,11 @@ def _whose(step: Step, rank: int) -> str:
 
 
 def _wait_name(executor: Executor, number: int) -> str:
-    """For profilers."""
     moves = executor.buffer_plan.moves[number]
     return f"rank {executor.rank} waits for the transfers of step {number}" if moves else ""
 
 
 def _post_name(rank: int, number: int, messages: Sequence[Message]) -> str:
-    """For profilers."""
     if not messages:
         return ""
     received = sum(message.receive for message in messages)

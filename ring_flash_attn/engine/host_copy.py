@@ -1,11 +1,8 @@
 """Values of small CUDA tensors on the host, without a synchronisation for every read.
 
-The first read of a tensor copies it, which waits for the GPU. As long as the same tensor comes back
-at the same version, later reads return that copy. A version is no proof, though: `dist.broadcast`
-and other collectives, `.data` and DLPack aliases write without raising it. So later reads also
-queue a copy to pinned memory, which nobody waits for; once it has arrived it is compared, and a
-later read raises an error if the tensor had changed. What is called once for a batch, rather than
-in every layer, reads afresh.
+As long as the same tensor comes back at the same version, reads return the first copy. A version is
+no proof, though (collectives, `.data` and DLPack aliases do not raise it), so reads also queue a
+copy to pinned memory, which nobody waits for; a later read raises an error if it differs.
 """
 
 from __future__ import annotations
@@ -60,14 +57,8 @@ _lock = threading.Lock()
 def host_values(tensor: Tensor, name: str, fresh: bool = False) -> tuple[int, ...]:
     """The integers in a one-dimensional tensor; never stale for a tensor on the CPU.
 
-    Args:
-        tensor: one-dimensional, of integers.
-        name: what the argument is called, for the error.
-        fresh: read it now, whatever is known of it; later reads then return this.
-
-    Raises:
-        RuntimeError: a tensor was written to without a new version, and a call before this one has
-            used what it held earlier.
+    `fresh` reads it now, whatever is known of it. RuntimeError if a tensor was written to without a
+    new version, and a call before this one has used what it held earlier.
     """
     if not _is_far(tensor) or tensor.is_inference():  # an inference tensor has no version
         return _read(tensor)

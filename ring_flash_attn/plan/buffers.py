@@ -1,15 +1,10 @@
-"""Buffer plans: where the shards of a plan lie on their way, as plain data.
-
-A plan says who sends what; a buffer plan adds in which buffer of this rank each shard lies, at
-which rows, and until when. It is made once for a plan, and run many times.
-"""
+"""Buffer plans: where the shards of a plan lie on their way, as plain data."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 
 from .pieces import Piece, arrange
 from .problem import Problem
@@ -29,21 +24,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A transfer, and where this rank has its shard.
-
-    Attributes:
-        transfer: what goes from whom to whom.
-        slot: the buffer that it fills or empties.
-        of_shard: rows of the shard, one slice for each message.
-        of_slot: the same rows, as they lie in the buffer (not used at home).
-        of_parcel: the same rows, without what lies between them.
-    """
+    """A transfer, and where this rank has its shard: the buffer that it fills or empties."""
 
     transfer: Transfer
     slot: Slot
-    of_shard: tuple[slice, ...]
-    of_slot: tuple[slice, ...]
-    of_parcel: tuple[slice, ...]
+    of_shard: tuple[slice, ...]  # rows of the shard, one slice for each message
+    of_slot: tuple[slice, ...]  # the same rows, as they lie in the buffer (not used at home)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +45,6 @@ class BufferPlan:
     """A plan of a problem, and where its shards lie on the way; made once, run many times.
 
     Attributes:
-        plan: the steps of a rank.
         sizes: number of rows of each side and owner.
         places: for launches on keys that are cut, by owners, where each piece begins in the buffer.
         moves: those of each step.
@@ -76,61 +61,50 @@ class BufferPlan:
         ranks = range(problem.world_size)
         self.sizes = {(side, rank): problem.size(side, rank) for side in Side for rank in ranks}
         self._covers: dict[tuple[int, Side], bool] = {}
-        self._slots = self._find_slots()
-        self.places = self._find_places(problem)
-        self.moves = self._find_moves(problem)
-        self.last_use = self._find_last_use()
-        self.own = self._find_own()
-        self.begins = {side: self._begins(side, problem.nheads_k) for side in Side}
-        self.single_launch = self._find_single_launch()
-
-    def _find_single_launch(self) -> SingleLaunch | None:
-        launches = [work for step in self.plan.steps for work in step.work]
-        if len(launches) != 1 or any(step.transfers for step in self.plan.steps):
-            return None
-        (work,) = launches
-        assert all(tile.first and tile.last for tile in work.tiles), "nothing is carried"
-        covered = (self.covers(work, side) for side in (Side.QUERY, Side.KEY))
-        return SingleLaunch(work.tiles, *covered)
-
-    def _find_slots(self) -> dict[tuple[Payload, Side, int, Heads], Slot]:
-        """For shards that a launch takes from a buffer: the buffer."""
-        return {
+        launches = [work for step in plan.steps for work in step.work]
+        self._slots = {  # of shards that a launch takes from a buffer
             (payload, side, owner, work.heads): Slot(payload, side, work.owners(side), work.heads)
-            for step in self.plan.steps
-            for work in step.work
+            for work in launches
             for side in Side
             for owner in work.owners(side)
             for payload in Payload
         }
-
-    def _find_places(self, problem: Problem) -> dict[tuple[int, ...], dict[Piece, int]]:
-        rank = self.plan.rank
-        cut = {work.keys for step in self.plan.steps for work in step.work if work.cut}
-        return {owners: arrange(problem.pieces(o, rank) for o in owners) for owners in cut}
+        self.places = {
+            owners: arrange(problem.pieces(owner, plan.rank) for owner in owners)
+            for owners in {work.keys for work in launches if work.cut}
+        }
+        self.moves = self._find_moves(problem)
+        self.last_use = self._find_last_use()
+        self.own = self._find_own()
+        self.begins = {side: self._begins(side, problem.nheads_k) for side in Side}
+        self.single_launch: SingleLaunch | None = None
+        if len(launches) == 1 and not any(step.transfers for step in plan.steps):
+            (work,) = launches
+            assert all(tile.first and tile.last for tile in work.tiles), "nothing is carried"
+            self.single_launch = SingleLaunch(work.tiles, *(self.covers(work, s) for s in Side))
 
     def _find_moves(self, problem: Problem) -> list[list[Move]]:
         def move(transfer: Transfer) -> Move:
-            slot, size = self._slot(transfer), self.sizes[transfer.side, transfer.owner]
+            side, owner = transfer.side, transfer.owner
+            alone = Slot(transfer.payload, side, (owner,), transfer.heads)  # no launch takes it
+            slot = self._slots.get((transfer.payload, side, owner, transfer.heads), alone)
             places = self._places(slot)
             if not transfer.cut:
                 assert places is None, f"{transfer} goes whole, but {slot} holds pieces"
-                return Move(transfer, slot, *[(slice(0, size),)] * 3)
-            pieces = problem.pieces(transfer.owner, transfer.user)
+                return Move(transfer, slot, *[(slice(0, self.sizes[side, owner]),)] * 2)
+            pieces = problem.pieces(owner, transfer.user)
             lengths = [piece.length for piece in pieces]
             of_shard = _slices([piece.start for piece in pieces], lengths)
-            of_parcel = _slices(accumulate(lengths, initial=0), lengths)
             if places is None or transfer.user != self.plan.rank:  # at home, or for no launch
-                used = transfer.owner != self.plan.rank and slot in self._slots.values()
+                used = owner != self.plan.rank and slot in self._slots.values()
                 assert not used, f"{transfer} is cut, but {slot} is whole"
-                return Move(transfer, slot, of_shard, of_shard, of_parcel)
+                return Move(transfer, slot, of_shard, of_shard)
             of_slot = _slices([places[piece] for piece in pieces], lengths)
-            return Move(transfer, slot, of_shard, of_slot, of_parcel)
+            return Move(transfer, slot, of_shard, of_slot)
 
         return [[move(transfer) for transfer in step.transfers] for step in self.plan.steps]
 
     def rows(self, slot: Slot) -> int:
-        """Number of rows of a buffer."""
         places = self._places(slot)
         if places is None:
             return self.sizes[slot.side, slot.owners[0]]
@@ -139,12 +113,6 @@ class BufferPlan:
     def _places(self, slot: Slot) -> dict[Piece, int] | None:
         """Where pieces lie in a buffer; None if it holds a shard as it is."""
         return self.places.get(slot.owners) if slot.side is Side.KEY else None
-
-    def _slot(self, transfer: Transfer) -> Slot:
-        """The buffer that a transfer fills or empties."""
-        key = (transfer.payload, transfer.side, transfer.owner, transfer.heads)
-        alone = Slot(transfer.payload, transfer.side, (transfer.owner,), transfer.heads)
-        return self._slots.get(key, alone)  # alone: passes through, no launch
 
     def covers(self, work: Work, side: Side) -> bool:
         """Whether a launch of the plan names every row of one side's buffer."""

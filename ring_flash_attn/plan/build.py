@@ -39,7 +39,6 @@ def check_route(name: str) -> None:
 
 
 def make_plan(route: str, problem: Problem, rank: int, backward: bool = False) -> Plan:
-    """The plan of `rank` for a problem on a route."""
     check_route(route)
     steps = _ROUTES[route](problem, rank, backward)
     in_order = tuple(Step(tuple(sorted(step.transfers)), step.work) for step in steps)
@@ -51,13 +50,8 @@ def make_work(
 ) -> tuple[Work, ...]:
     """The launch of a rank's queries against the keys of several; nothing if the mask is empty.
 
-    Args:
-        problem: what is to be computed.
-        query_rank: whose queries.
-        key_ranks: whose keys.
-        heads: the KV heads.
-        cut: whether of another rank's keys only the needed pieces are there. Those of several ranks
-            are always cut, our own alone never.
+    With `cut`, of another rank's keys only the needed pieces are there. Those of several ranks are
+    always cut, our own alone never.
     """
     owners = tuple(key_ranks)
     cut = (cut or len(owners) > 1) and owners != (query_rank,)

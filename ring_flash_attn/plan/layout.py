@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 Split = Callable[[int, int, int], list[range]]
 
@@ -19,16 +19,8 @@ FLAT_PREFIX = "flat_"
 class Span:
     """Local rows `start … start+length` hold the tokens `position + stride·i` of one document.
 
-    Attributes:
-        start: first local row.
-        length: number of rows, at least 1.
-        position: position of the first token in its document. Queries of a document with more keys
-            than queries (or fewer) count from the end: query i has position i + seqlen_k −
-            seqlen_q, which may be negative.
-        stride: distance between the positions of neighbouring rows.
-        document: number of the document in the packed stream.
-        index: place of the first token in the whole packed stream (neighbours are `stride` apart);
-            the key of dropout's random draws.
+    Query i of a document has position i + seqlen_k − seqlen_q, which may be negative. `index` is
+    the place of the first token in the whole packed stream, the key of dropout's random draws.
     """
 
     start: int
@@ -38,12 +30,21 @@ class Span:
     document: int
     index: int
 
+    @property
+    def tokens(self) -> range:
+        """Places in the packed stream, row by row."""
+        return range(self.index, self.index + self.stride * self.length, self.stride)
+
+    @property
+    def positions(self) -> range:
+        """Positions in the document, row by row."""
+        return range(self.position, self.position + self.stride * self.length, self.stride)
+
     def moved(self, rows: int) -> Span:
         """The same tokens, `rows` further down in a longer buffer."""
         return self._with(self.start + rows, self.length, self.position, self.index)
 
     def part(self, start: int, end: int) -> Span:
-        """What lies in the rows start … end."""
         skipped = max(start - self.start, 0)
         length = min(end, self.start + self.length) - self.start - skipped
         if length == self.length:
@@ -58,17 +59,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A way to spread tokens over ranks.
-
-    Attributes:
-        name: what users write.
-        split: tokens of a rank, as ranges over one sequence.
-        flat: split the whole packed stream as one sequence, instead of every document by itself.
-    """
+    """A way to spread tokens over ranks."""
 
     name: str
     split: Split
-    flat: bool = False
+    flat: bool = False  # split the whole packed stream, instead of every document by itself
 
 
 _LAYOUTS: dict[str, Layout] = {}
@@ -145,50 +140,13 @@ def spans(
 
     if layout.flat:
         for tokens in layout.split(starts[-1], rank, world_size):
-            for document in range(len(lengths)):
-                take(_between(tokens, starts[document], starts[document + 1]), document)
+            # of each document, the first of the rank's tokens at or after its start
+            cuts = [max(0, -((tokens.start - start) // tokens.step)) for start in starts]
+            for document, (first, last) in enumerate(pairwise(cuts)):
+                take(tokens[first:last], document)
     else:
         for document, length in enumerate(lengths):
             for piece in layout.split(length, rank, world_size):
                 offset = starts[document]
                 take(range(piece.start + offset, piece.stop + offset, piece.step), document)
     return tuple(found)
-
-
-def _between(tokens: range, low: int, high: int) -> range:
-    """The part of `tokens` in low … high."""
-    first = max(0, -((tokens.start - low) // tokens.step))
-    last = max(0, -((tokens.start - high) // tokens.step))
-    return tokens[first:last]
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """Who holds what of one packed stream (a batch of equal sequences is a stream of one document).
-
-    `lengths` are the tokens of each document, over all ranks.
-    """
-
-    layout: Layout
-    lengths: tuple[int, ...]
-    world_size: int
-
-    def spans(self, rank: int) -> tuple[Span, ...]:
-        """What `rank` holds."""
-        return spans(self.layout, self.lengths, rank, self.world_size)
-
-    def size(self, rank: int) -> int:
-        """Number of tokens of `rank`."""
-        return sum(span.length for span in self.spans(rank))
-
-    def tokens(self, rank: int) -> list[int]:
-        """Places in the stream of the rank's tokens, in local order."""
-        return [i for s in self.spans(rank) for i in _progression(s.index, s)]
-
-    def positions(self, rank: int) -> list[int]:
-        """Positions in their documents of the rank's tokens, in local order."""
-        return [i for s in self.spans(rank) for i in _progression(s.position, s)]
-
-
-def _progression(first: int, span: Span) -> range:
-    return range(first, first + span.stride * span.length, span.stride)

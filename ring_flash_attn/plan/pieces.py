@@ -1,13 +1,8 @@
 """Pieces: where the rows of several shards lie in one buffer, as plain data.
 
-A shard that travels whole lies in a buffer as it is. A buffer of several shards holds their rows by
-document and position, so that what a query sees of all of them lies together:
-
-    zigzag, ranks 0 and 1 of 3      shard of 0: chunks 0, 5      shard of 1: chunks 1, 4
-    in one buffer                   chunks 0, 1, 4, 5            two pieces of each shard
-
-A piece is what of a shard lies together in every such buffer, whoever else is in it. So all ranks
-cut a shard into the same pieces, and can send them one by one: of each, what the other one needs.
+A buffer of several shards holds their rows by document and position, so that what a query sees of
+all of them lies together. A piece is what of a shard lies together in every such buffer, whoever
+else is in it.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 
 from .layout import Span
 
@@ -24,16 +19,9 @@ MOST_PIECES = 4  # of a shard; each is a message for each tensor, which costs th
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """Rows `start … start+length` of a shard; the order of pieces is that of a buffer.
+    """Rows `start … start+length` of a shard; the order of pieces is that of a buffer."""
 
-    Attributes:
-        document, position: of the first token.
-        owner: whose shard.
-        start: first row in the shard.
-        length: number of rows, at least 1.
-    """
-
-    document: int
+    document: int  # of the first token, as is its position
     position: int
     owner: int
     start: int
@@ -43,9 +31,8 @@ class Piece:
 def cut(shards: Sequence[Sequence[Span]]) -> tuple[tuple[Piece, ...], ...]:
     """The pieces of every rank's shard, in the order of its rows.
 
-    Spans that follow each other in the order of all ranks' spans are one piece. If a shard then has
-    more than `MOST_PIECES`, it is cut only within the largest documents of which it has several
-    spans: a user who needs one of these and not the other gets little else between them.
+    Spans that follow each other in the order of all ranks' spans are one piece. A shard with more
+    than `MOST_PIECES` is cut only within the largest documents of which it has several spans.
     """
     keys = sorted(
         (span.document, span.position, owner)
@@ -53,30 +40,20 @@ def cut(shards: Sequence[Sequence[Span]]) -> tuple[tuple[Piece, ...], ...]:
         for span in spans
     )
     place = {key: number for number, key in enumerate(keys)}
-    firsts = []  # of each shard, the numbers of the spans that begin a piece
+    found = []
     for owner, spans in enumerate(shards):
         places = [place[span.document, span.position, owner] for span in spans]
-        after = [number + 1 for number, (a, b) in enumerate(pairwise(places)) if b - a != 1]
-        if len(after) >= MOST_PIECES:
-            after = _within_documents(spans, after)
-        firsts.append([0, *after] if spans else [])
-    return tuple(_pieces(*each) for each in zip(count(), shards, firsts, strict=False))
-
-
-def _within_documents(spans: Sequence[Span], firsts: Sequence[int]) -> list[int]:
-    """Those that cut the largest documents of a shard, as many as there may be."""
-    inside = [n for n in firsts if spans[n].document == spans[n - 1].document]
-    inside.sort(key=lambda n: spans[n - 1].length + spans[n].length, reverse=True)
-    return sorted(inside[: MOST_PIECES - 1])
-
-
-def _pieces(owner: int, spans: Sequence[Span], firsts: Sequence[int]) -> tuple[Piece, ...]:
-    """The pieces of a shard; `firsts` are the spans at which they begin."""
-    found = []
-    for first, end in pairwise([*firsts, len(spans)]):
-        span, last = spans[first], spans[end - 1]
-        length = last.start + last.length - span.start
-        found.append(Piece(span.document, span.position, owner, span.start, length))
+        firsts = [number + 1 for number, (a, b) in enumerate(pairwise(places)) if b - a != 1]
+        if len(firsts) >= MOST_PIECES:
+            inside = [n for n in firsts if spans[n].document == spans[n - 1].document]
+            inside.sort(key=lambda n: spans[n - 1].length + spans[n].length, reverse=True)
+            firsts = sorted(inside[: MOST_PIECES - 1])
+        pieces = []
+        for first, end in pairwise([0, *firsts, len(spans)] if spans else []):
+            span, last = spans[first], spans[end - 1]
+            length = last.start + last.length - span.start
+            pieces.append(Piece(span.document, span.position, owner, span.start, length))
+        found.append(tuple(pieces))
     return tuple(found)
 
 
@@ -97,12 +74,6 @@ def within(spans: Sequence[Span], piece: Piece) -> list[Span]:
     return found
 
 
-def trimmed(piece: Piece, spans: Sequence[Span], start: int, end: int) -> Piece:
-    """The rows start … end of a piece; `spans` are those of its shard."""
-    (first, *_) = within(spans, replace(piece, start=start, length=end - start))
-    return Piece(first.document, first.position, piece.owner, start, end - start)
-
-
 def lay(shards: Sequence[tuple[Sequence[Span], Sequence[Piece]]]) -> list[Span]:
     """Spans of several shards as they lie in one buffer, in the order of its rows.
 
@@ -116,27 +87,12 @@ def lay(shards: Sequence[tuple[Sequence[Span], Sequence[Piece]]]) -> list[Span]:
         for piece in pieces
         for span in within(spans, piece)
     ]
-    return _joined(sorted(moved, key=lambda span: span.start))
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
     found: list[Span] = []
-    for span in spans:
-        if found and _goes_on(found[-1], span):
-            found[-1] = replace(found[-1], length=found[-1].length + span.length)
-        else:
-            found.append(span)
+    for span in sorted(moved, key=lambda span: span.start):
+        if found and found[-1].document == span.document:
+            both = replace(found[-1], length=found[-1].length + span.length)
+            if both.part(span.start, span.start + span.length) == span:
+                found[-1] = both
+                continue
+        found.append(span)
     return found
-
-
-def _goes_on(span: Span, after: Span) -> bool:
-    """Whether `after` is what `span` would hold if it were longer."""
-    if (span.document, span.stride) != (after.document, after.stride):
-        return False
-    start = span.start + span.length
-    tokens = span.stride * span.length
-    return (start, span.position + tokens, span.index + tokens) == (
-        after.start,
-        after.position,
-        after.index,
-    )

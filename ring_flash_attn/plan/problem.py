@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from .layout import Layout, Span, spans
-from .pieces import Piece, cut, trimmed, within
+from .pieces import Piece, cut, within
 from .steps import Heads, Side
 from .tiles import Mask, make_tile, make_tiles
 
@@ -31,27 +31,16 @@ def _once(method: Method) -> Method:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is to be computed over all ranks: documents, layout, mask, heads.
-
-    Attributes:
-        layout: how tokens are spread, queries and keys alike.
-        lengths_q: queries of each document, over all ranks.
-        lengths_k: keys of each document, over all ranks.
-        world_size: number of ranks.
-        mask: which keys a query sees.
-        nheads_k: number of KV heads.
-        heads_k_stride: KV heads that travel together where a route goes by head groups.
-        sources_per_launch: ranks whose keys one launch of the ring takes at most.
-    """
+    """What is to be computed over all ranks: documents, layout, mask, heads."""
 
     layout: Layout
-    lengths_q: tuple[int, ...]
+    lengths_q: tuple[int, ...]  # of each document, over all ranks
     lengths_k: tuple[int, ...]
     world_size: int
     mask: Mask
     nheads_k: int = 1
-    heads_k_stride: int = 1
-    sources_per_launch: int = 1
+    heads_k_stride: int = 1  # KV heads that travel together where a route goes by head groups
+    sources_per_launch: int = 1  # ranks whose keys one launch of the ring takes at most
 
     _memo: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -71,23 +60,24 @@ class Problem:
 
     @_once
     def pieces(self, owner: int, user: int) -> tuple[Piece, ...]:
-        """What `user` needs of a rank's keys, as it lies together in a buffer; by rows."""
-        needed = (self._needed(user, piece) for piece in self._all_pieces()[owner])
-        return tuple(piece for piece in needed if piece is not None)
+        """What `user` needs of a rank's keys, as it lies together in a buffer; by rows.
+
+        Of each piece, from the first key that some query sees to the last.
+        """
+        spans, found = self.spans(Side.KEY, owner), []
+        for piece in self._all_pieces()[owner]:
+            keys = within(spans, piece)
+            first = next(filter(None, (self._seen(user, key) for key in keys)), None)
+            if first is not None:
+                last = next(filter(None, (self._seen(user, key) for key in reversed(keys))))
+                start, length = first[0], last[1] - first[0]
+                head = within(spans, replace(piece, start=start, length=length))[0]
+                found.append(Piece(head.document, head.position, owner, start, length))
+        return tuple(found)
 
     @_once
     def _all_pieces(self) -> tuple[tuple[Piece, ...], ...]:
         return cut([self.spans(Side.KEY, rank) for rank in range(self.world_size)])
-
-    def _needed(self, query_rank: int, piece: Piece) -> Piece | None:
-        """A piece from the first key that some query sees to the last."""
-        spans = self.spans(Side.KEY, piece.owner)
-        keys = within(spans, piece)
-        start = next(filter(None, (self._seen(query_rank, key) for key in keys)), None)
-        if start is None:
-            return None
-        end = next(filter(None, (self._seen(query_rank, key) for key in reversed(keys))))
-        return trimmed(piece, spans, start[0], end[1])
 
     def _seen(self, query_rank: int, key: Span) -> tuple[int, int] | None:
         """Of a key span, the first row that some query sees and one past the last."""
@@ -116,5 +106,4 @@ class Problem:
 
     @property
     def all_heads(self) -> Heads:
-        """Every KV head."""
         return (0, self.nheads_k)

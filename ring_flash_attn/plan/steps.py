@@ -1,9 +1,4 @@
-"""Steps: what one rank computes, sends and receives, as plain data.
-
-A route (one file in `routes/`) turns a `Problem` into the steps of a rank; `make_plan` (`build.py`)
-adds what all routes share. Nothing here knows torch: plans can be proved, priced, drawn, and run by
-virtual ranks.
-"""
+"""Steps: what one rank computes, sends and receives, as plain data."""
 
 from __future__ import annotations
 
@@ -35,13 +30,8 @@ class Transfer:
 
     An INPUT is there for the work of later steps. A RESULT is what the ranks before have summed up;
     the target adds its own part of the same step to it. `source == target` is a copy in place.
-    The order of transfers is the order of messages between a pair of ranks.
-
-    Attributes:
-        payload, side, owner, heads: what.
-        source, target: from whom to whom.
-        cut: whether of the keys only the pieces of `Problem.pieces` go, and not the whole shard, as
-            the launch that they are for wants it (`Work.cut`).
+    The order of transfers is the order of messages between a pair of ranks. With `cut`, of the keys
+    only the pieces of `Problem.pieces` go, as the launch wants that they are for (`Work.cut`).
     """
 
     payload: Payload
@@ -51,6 +41,12 @@ class Transfer:
     source: int
     target: int
     cut: bool = False
+
+    @classmethod
+    def of_keys(cls, payload: Payload, owner: int, user: int, heads: Heads) -> Transfer:
+        """Pieces of keys go from their owner to the user, gradients back."""
+        ends = (owner, user) if payload is Payload.INPUT else (user, owner)
+        return cls(payload, Side.KEY, owner, heads, *ends, cut=True)
 
     @property
     def user(self) -> int:
@@ -62,22 +58,18 @@ class Transfer:
 class Work:
     """One kernel launch: query shards against key shards, each side in one buffer.
 
-    Attributes:
-        queries: owners of the query shards.
-        keys: owners of the key shards.
-        heads: the KV heads (and the query heads that share them).
-        tiles: what to compute; `start` counts rows of the buffers (see `pieces.py`).
-        cut: whether the buffer of keys holds the pieces of `Problem.pieces`, and not a whole shard.
+    The rows of tiles are those of the buffers. With `cut`, the buffer of keys holds the pieces of
+    `Problem.pieces`, and not a whole shard.
     """
 
-    queries: tuple[int, ...]
+    queries: tuple[int, ...]  # owners
     keys: tuple[int, ...]
     heads: Heads
     tiles: tuple[Tile, ...]
     cut: bool = False
 
     def owners(self, side: Side) -> tuple[int, ...]:
-        """Owners of the shards of one side."""
+        """Whose shards, of one side."""
         return self.queries if side is Side.QUERY else self.keys
 
 
@@ -91,13 +83,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All steps of one rank, forward or backward; every rank of a plan has as many.
+    """All steps of one rank, forward or backward; every rank has as many.
 
-    Attributes:
-        rank: whose plan.
-        steps: what happens, in order.
-        complete: launches with `last` tiles cover every query of the rank, so that kernels leave
-            the whole output final; otherwise it is made from the state at the end.
+    If it is `complete`, launches with `last` tiles cover every query of the rank, so that kernels
+    leave the whole output final; otherwise it is made from the state at the end.
     """
 
     rank: int

@@ -38,27 +38,14 @@ class Tile:
 
     Both spans have the same stride, so the mask is a band in local row numbers: query i of the tile
     sees key j of the tile if and only if `low <= j - i <= high`.
-
-    Attributes:
-        query: rows of the query buffer.
-        key: rows of the key buffer.
-        low: lower end of the band, at least −(query.length − 1).
-        high: upper end of the band, at most key.length − 1.
-        first: no earlier launch of the plan touches these queries: their state is still empty.
-        last: no later launch touches these queries: their output is final after this one.
     """
 
     query: Span
     key: Span
-    low: int
-    high: int
-    first: bool = False
-    last: bool = False
-
-    @property
-    def full(self) -> bool:
-        """Every query sees every key."""
-        return self.low == 1 - self.query.length and self.high == self.key.length - 1
+    low: int  # at least −(query.length − 1)
+    high: int  # at most key.length − 1
+    first: bool = False  # no earlier launch touches these queries: their state is still empty
+    last: bool = False  # no later launch does: their output is final after this one
 
     @property
     def seen(self) -> tuple[int, int]:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from ring_flash_attn.plan.build import make_plan
-from ring_flash_attn.plan.layout import Sharding, Span, get_layout
+from ring_flash_attn.plan.layout import Span, get_layout
+from ring_flash_attn.plan.layout import spans as spans_of
 from ring_flash_attn.plan.pieces import MOST_PIECES
 from ring_flash_attn.plan.problem import Problem
 from ring_flash_attn.plan.steps import Heads, Payload, Plan, Side, Transfer, Work
@@ -65,7 +66,11 @@ class Simulation:
         self.plans = plans_of(route, problem, backward)
         ranks = range(problem.world_size)
         self.tokens = {
-            (side, rank): Sharding(problem.layout, lengths, problem.world_size).tokens(rank)
+            (side, rank): [
+                token
+                for span in spans_of(problem.layout, lengths, rank, problem.world_size)
+                for token in span.tokens
+            ]
             for side, lengths in zip(Side, (problem.lengths_q, problem.lengths_k))
             for rank in ranks
         }

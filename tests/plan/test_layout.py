@@ -13,12 +13,21 @@ from ring_flash_attn.plan import layout as layouts
 from ring_flash_attn.plan.layout import (
     FLAT_PREFIX,
     Layout,
-    Sharding,
     get_layout,
     layout_names,
     register_layout,
     spans,
 )
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.steps import Side
+from ring_flash_attn.plan.tiles import Mask
+
+
+def tokens_of(name: str, lengths: tuple[int, ...], world_size: int) -> list[list[int]]:
+    """Tokens of every rank, in local order."""
+    held = (spans(get_layout(name), lengths, rank, world_size) for rank in range(world_size))
+    return [[token for span in shard for token in span.tokens] for shard in held]
+
 
 # (layout, document lengths, world size): tokens of every rank, in local order, by hand
 BY_HAND = [
@@ -42,22 +51,23 @@ BY_HAND = [
 def test_tokens_by_hand(
     name: str, lengths: tuple[int, ...], world_size: int, expected: list[list[int]]
 ) -> None:
-    sharding = Sharding(get_layout(name), lengths, world_size)
-    assert [sharding.tokens(rank) for rank in range(world_size)] == expected
-    assert [sharding.size(rank) for rank in range(world_size)] == [len(e) for e in expected]
+    assert tokens_of(name, lengths, world_size) == expected
+    problem = Problem(get_layout(name), lengths, lengths, world_size, Mask())
+    sizes = [problem.size(Side.KEY, rank) for rank in range(world_size)]
+    assert sizes == [len(e) for e in expected]
 
 
 @pytest.mark.parametrize("name", layout_names())
 @given(lengths=document_lengths, world_size=world_sizes)
 @settings(deadline=None)
 def test_every_token_is_held_once(name: str, lengths: tuple[int, ...], world_size: int) -> None:
-    sharding = Sharding(get_layout(name), lengths, world_size)
-    held = [token for rank in range(world_size) for token in sharding.tokens(rank)]
-    assert sorted(held) == list(range(sum(lengths)))
+    held = tokens_of(name, lengths, world_size)
+    assert sorted(token for tokens in held for token in tokens) == list(range(sum(lengths)))
     positions = [position for length in lengths for position in range(length)]
     for rank in range(world_size):
-        assert sharding.positions(rank) == [positions[token] for token in sharding.tokens(rank)]
-        assert sharding.size(rank) == len(sharding.tokens(rank))
+        for span in spans(get_layout(name), lengths, rank, world_size):
+            assert list(span.positions) == [positions[token] for token in span.tokens]
+            assert span.length == len(span.tokens)
 
 
 @pytest.mark.parametrize("name", layout_names())
@@ -85,8 +95,7 @@ def test_spans_describe_consecutive_rows(
 @given(length=st.integers(0, 200), world_size=world_sizes)
 def test_shards_of_a_document_are_nearly_equal(name: str, length: int, world_size: int) -> None:
     """Sizes differ by at most 1 a part: 1 for contiguous and stripe, 2 for zigzag's two parts."""
-    sharding = Sharding(get_layout(name), (length,), world_size)
-    sizes = [sharding.size(rank) for rank in range(world_size)]
+    sizes = [len(tokens) for tokens in tokens_of(name, (length,), world_size)]
     assert max(sizes) - min(sizes) <= (2 if "zigzag" in name else 1)
 
 
@@ -94,7 +103,7 @@ def test_shards_of_a_document_are_nearly_equal(name: str, length: int, world_siz
 def test_one_document_is_the_same_flat_and_not(name: str) -> None:
     twin = name.removeprefix(FLAT_PREFIX)
     for rank in range(5):
-        flat, alone = (Sharding(get_layout(n), (23,), 5).spans(rank) for n in (name, twin))
+        flat, alone = (spans(get_layout(n), (23,), rank, 5) for n in (name, twin))
         assert flat == alone
 
 
@@ -125,5 +134,4 @@ def test_a_new_layout_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert layout_names()[-2:] == ("reversed", "flat_reversed")
     assert get_layout("reversed") == Layout("reversed", backwards)
-    sharding = Sharding(get_layout("flat_reversed"), (2, 4), 2)
-    assert [sharding.tokens(rank) for rank in range(2)] == [[3, 4, 5], [0, 1, 2]]
+    assert tokens_of("flat_reversed", (2, 4), 2) == [[3, 4, 5], [0, 1, 2]]

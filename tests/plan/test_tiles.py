@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import document_lengths, masks, spans, world_sizes
 
-from ring_flash_attn.plan.layout import Sharding, Span, get_layout, layout_names
+from ring_flash_attn.plan.layout import Span, get_layout, layout_names
+from ring_flash_attn.plan.layout import spans as spans_of
 from ring_flash_attn.plan.tiles import Mask, make_tile, make_tiles
 
 MANY = settings(max_examples=400, deadline=None)
@@ -56,7 +57,6 @@ def test_the_band_is_the_mask(data: st.DataObject, stride: int, mask: Mask) -> N
     assert band == expected
     assert expected
     assert tile.pairs == len(expected)
-    assert tile.full is (len(expected) == query.length * key.length)
     assert tile.low >= 1 - query.length
     assert tile.high <= key.length - 1
     assert (tile.query, tile.key) == (query, key)
@@ -75,8 +75,8 @@ def test_tiles_of_two_shards(
     name: str, lengths: tuple[int, ...], world_size: int, mask: Mask, data: st.DataObject
 ) -> None:
     ranks = st.integers(0, world_size - 1)
-    sharding = Sharding(get_layout(name), lengths, world_size)
-    queries, keys = (sharding.spans(data.draw(ranks)) for _ in range(2))
+    layout = get_layout(name)
+    queries, keys = (spans_of(layout, lengths, data.draw(ranks), world_size) for _ in range(2))
     tiles = make_tiles(queries, keys, mask)
     expected = {
         (query.start, key.start): len(allowed(query, key, mask))

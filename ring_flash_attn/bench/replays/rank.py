@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...engine.attention import QKV, PreparedCall, backward, forward
 from ...engine.executor import Pool
-from ...engine.prepare import prepare_rank, prepare_virtual
+from ...engine.prepare import prepare
 from ...kernels.base import as_block, as_direct
 from ...plan.steps import Payload, Plan, Side
 from ..workload import BACKWARD, FORWARD, Link, Placement, Workload, options_of, problem_of
@@ -126,8 +126,13 @@ class LibraryRanks:
         others = EmulatedRanks(self.device, link, self.data, always_copies=wide)
         pool = self._pool if keep_buffers and link is None else Pool()
         opts = options_of(self.workload, self.placement.kernel)
-        prepared = prepare_rank(
-            self.placement.route, self.problem, rank, shard, opts, others.transport, pool
+        prepared = prepare(
+            self.placement.route,
+            self.problem,
+            {rank: shard},
+            opts,
+            lambda: [others.transport()],
+            pool,
         )
         return ReplayedRank(prepared, shard, dout, others)
 
@@ -139,7 +144,7 @@ class LibraryRanks:
         kernel = self.placement.kernel
         problem = problem_of(workload, Placement(1, "contiguous", "ring", kernel))
         shard, dout = self.shard(workload.seqlen)
-        prepared = prepare_virtual("ring", problem, [shard], options_of(workload, kernel))
+        prepared = prepare("ring", problem, {0: shard}, options_of(workload, kernel))
         return ReplayedRank(prepared, shard, dout)
 
     def describe(self, rank: int) -> tuple[int, int, tuple[PassCost, PassCost]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ..build import make_work, register_route
 from ..problem import Problem
-from ..steps import Heads, Payload, Side, Step, Transfer
+from ..steps import Heads, Payload, Step, Transfer
 
 
 @register_route("all_gather")
@@ -25,8 +25,8 @@ def all_gather(problem: Problem, rank: int, backward: bool) -> list[Step]:
     gathers = any(owner != rank for owner in sources)  # otherwise our own keys are read in place
 
     def moves(payload: Payload, heads: Heads) -> list[Transfer]:
-        ours = {_transfer(payload, owner, rank, heads) for owner in sources if gathers}
-        theirs = {_transfer(payload, rank, user, heads) for user in targets if user != rank}
+        ours = {Transfer.of_keys(payload, owner, rank, heads) for owner in sources if gathers}
+        theirs = {Transfer.of_keys(payload, rank, user, heads) for user in targets if user != rank}
         return sorted(ours | theirs)
 
     groups = [
@@ -44,9 +44,3 @@ def all_gather(problem: Problem, rank: int, backward: bool) -> list[Step]:
         work = [w for heads in ready for w in make_work(problem, rank, sources, heads, cut=True)]
         steps.append(Step(tuple(transfers), tuple(work)))
     return steps
-
-
-def _transfer(payload: Payload, owner: int, user: int, heads: Heads) -> Transfer:
-    """Keys go from their owner to the user, gradients back."""
-    source, target = (owner, user) if payload is Payload.INPUT else (user, owner)
-    return Transfer(payload, Side.KEY, owner, heads, source, target, cut=True)

@@ -8,16 +8,7 @@
 A shard goes only as far as somebody still needs it.
 
 With `sources_per_launch` above 1, one launch takes the keys of several hops, which come straight
-from their owners. Rank 0 of 5, by 2:
-
-    step 0          step 1          step 2
-    Q0·K0           Q0·(K4, K3)     Q0·(K2, K1)
-    get K4, K3      get K2, K1
-
-    step 0          step 1          step 2          step 3          step 4
-    Q0·K0           Q0·(K4, K3)     Q0·K2           Q0·K1
-    get K4, K3      get K2          get K1
-                                    return dK4, dK3 return dK2      return dK1
+from their owners.
 """
 
 from __future__ import annotations
@@ -101,10 +92,8 @@ def _stays(problem: Problem, owner: int, side: Side, direction: int) -> tuple[in
 def _leap(problem: Problem, rank: int, backward: bool) -> list[Step]:
     """Steps of `rank` when the keys of up to `sources_per_launch` ranks meet one launch.
 
-    While a step works on one group of hops, the next group arrives: straight from its owners, in
-    one batch, since a hop that had to wait for the one before it would find the GPU full of the
-    step's own work. Gradients go straight home in the step after their launch. Of a shard goes what
-    the other one needs.
+    While a step works on one group of hops, the next arrives, straight from its owners. Gradients
+    go straight home in the step after their launch.
     """
     last = [_stays(problem, owner, Side.KEY, 1)[1] for owner in range(problem.world_size)]
     groups = [range(1), *_groups(max(last), problem.sources_per_launch, backward)]  # 0: our own
@@ -114,13 +103,11 @@ def _leap(problem: Problem, rank: int, backward: bool) -> list[Step]:
 
     def transfers(payload: Payload, hops: range) -> list[Transfer]:
         uses = [(visitor(hop), rank) for hop in hops] + [(rank, visitor(-hop)) for hop in hops]
-        moves = []
-        for owner, user in uses:
-            if problem.needed(user, owner):
-                ends = (owner, user) if payload is Payload.INPUT else (user, owner)
-                what = (payload, Side.KEY, owner, problem.all_heads)
-                moves.append(Transfer(*what, *ends, cut=True))
-        return moves
+        return [
+            Transfer.of_keys(payload, owner, user, problem.all_heads)
+            for owner, user in uses
+            if problem.needed(user, owner)
+        ]
 
     def work(hops: range) -> tuple[Work, ...]:
         owners = sorted(visitor(hop) for hop in hops if problem.needed(rank, visitor(hop)))
