@@ -49,7 +49,8 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {*CORE - {"adapters"}, "bench"},
     "draw": {*CORE - {"adapters"}, "bench"},
     "report": {*CORE - {"adapters"}, "bench", "draw"},
-    "cli": {*CORE, "bench", "verify", "draw", "report"},
+    "lab": {*CORE - {"adapters"}, "bench", "draw"},
+    "cli": {*CORE, "bench", "verify", "draw", "report", "lab"},
     "__init__": {"api", "adapters"},
 }
 

@@ -1,0 +1,1 @@
+"""What the learner fills in; `rfa lab start` copies these files."""

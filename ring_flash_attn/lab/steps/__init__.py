@@ -1,0 +1,1 @@
+"""One file for each step; read it from top to bottom, then run it."""
