@@ -1,0 +1,85 @@
+"""Exercise 1. A weighted sum, forward and backward, as Triton kernels.
+
+    y_i = Σ_j x_ij w_j        ∂L/∂x_ij = g_i w_j        ∂L/∂w_j = Σ_i g_i x_ij
+
+Fill in the two kernels, then the autograd function that launches them. Rows and d are any numbers,
+not only multiples of your tile. You may change the arguments of the kernels, not of `WeightedSum`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, w_ptr, y_ptr, rows, d, x_row, x_column, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Sum BLOCK_ROWS rows of x, from the first column to the last, BLOCK_D columns at a time.
+
+    x_row and x_column are the strides of x: element (i, j) is at x_ptr + i * x_row + j * x_column.
+    """
+    i = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    y = tl.zeros((BLOCK_ROWS,), tl.float32)
+    for start in range(0, d, BLOCK_D):
+        j = start + tl.arange(0, BLOCK_D)
+        exists = (i < rows)[:, None] & (j < d)[None, :]
+        at = x_ptr + i[:, None] * x_row + j[None, :] * x_column
+        x = tl.load(at, mask=exists, other=0.0)
+        w = tl.load(w_ptr + j, mask=j < d, other=0.0)
+        y += tl.sum(x * w[None, :], axis=1)
+    tl.store(y_ptr + i, y, mask=i < rows)
+
+
+@triton.jit
+def backward_kernel(
+    x_ptr, w_ptr, g_ptr, dx_ptr, part_ptr, rows, d, x_row, x_column,
+    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write ∂L/∂x of my rows to dx (rows, d), and their sum for ∂L/∂w to row program_id of part."""
+    program = tl.program_id(0)
+    i = program * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    g = tl.load(g_ptr + i, mask=i < rows, other=0.0)
+    for start in range(0, d, BLOCK_D):
+        j = start + tl.arange(0, BLOCK_D)
+        exists = (i < rows)[:, None] & (j < d)[None, :]
+        w = tl.load(w_ptr + j, mask=j < d, other=0.0)
+        tl.store(dx_ptr + i[:, None] * d + j[None, :], g[:, None] * w[None, :], mask=exists)
+        at = x_ptr + i[:, None] * x_row + j[None, :] * x_column
+        x = tl.load(at, mask=exists, other=0.0)
+        tl.store(part_ptr + program * d + j, tl.sum(g[:, None] * x, axis=0), mask=j < d)
+
+
+class WeightedSum(torch.autograd.Function):
+    """`apply(x, weight)`: x (rows, d), weight (d,) → (rows,)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Launch `forward_kernel`; keep what backward will need."""
+        ctx.save_for_backward(x, weight)
+        rows, d = x.shape
+        y = torch.empty(rows, device=x.device)
+        grid = (triton.cdiv(rows, 16),)
+        forward_kernel[grid](
+            x, weight.contiguous(), y, rows, d, *x.stride(), BLOCK_ROWS=16, BLOCK_D=32
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Launch `backward_kernel`; return ∂L/∂x (rows, d) and ∂L/∂weight (d,)."""
+        x, weight = ctx.saved_tensors
+        rows, d = x.shape
+        programs = triton.cdiv(rows, 16)
+        dx = torch.empty(rows, d, device=x.device)
+        parts = torch.empty(programs, d, device=x.device)
+        backward_kernel[(programs,)](
+            x, weight.contiguous(), grad.contiguous(), dx, parts, rows, d, *x.stride(),
+            BLOCK_ROWS=16, BLOCK_D=32,
+        )  # fmt: skip
+        return dx, parts.sum(0)
