@@ -1,0 +1,27 @@
+"""Exercise 12. Two results over different keys become one result over all keys.
+
+    L = log(exp(L₁) + exp(L₂))        out = exp(L₁ − L) out₁ + exp(L₂ − L) out₂
+
+Each half has normalised its output by its own sum, exp(Lᵢ). Which sum should it have been?
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) over the keys of both.
+
+    Args:
+        out1, out2: (..., rows, d), each normalised over its own keys.
+        lse1, lse2: (..., rows), natural; −inf where a row sees no key, and out is 0 there.
+
+    The values may be large: exp(lse) by itself overflows. A row that sees no key in either has
+    out 0 and lse −inf.
+    """
+    lse = torch.logaddexp(lse1, lse2)
+    safe = lse.masked_fill(lse == float("-inf"), 0.0)  # −inf − (−inf) would be NaN
+    weight1, weight2 = (lse1 - safe).exp(), (lse2 - safe).exp()
+    return weight1[..., None] * out1 + weight2[..., None] * out2, lse
