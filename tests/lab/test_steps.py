@@ -1,0 +1,275 @@
+"""The steps of the lab: each runs and passes its check; exercises and solutions belong together."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+
+from ring_flash_attn import lab
+from ring_flash_attn.lab.registry import STEPS, Step, find_step
+
+LAB = Path(lab.__file__).parent
+FILES = sorted((LAB / "steps").glob("s[0-9]*.py"))
+WITH_EXERCISE = [
+    step for step in STEPS if step.has_exercise and LAB / "steps" / f"s{step.exercise[1:]}" in FILES
+]
+
+# What the checker calls, and with which arguments; of classes, the arguments of `apply`.
+CONTRACT: dict[int, dict[str, str]] = {
+    1: {"WeightedSum": "x weight"},
+    2: {"accumulate": "dtype value_dtype cast_first n value"},
+    3: {"standard_attention": "q k v causal"},
+    4: {"online_softmax": "blocks", "softmax_dot": "scores values"},
+    5: {"tiled_forward": "q k v causal block_q block_k", "TiledAttention": "q k v causal"},
+    6: {"tiled_backward": "q k v out lse dout causal"},
+    7: {"triton_forward": "q k v causal"},
+    8: {"triton_backward": "q k v out lse dout causal"},
+    9: {
+        "visible_blocks": "rows_q rows_k block_q block_k causal",
+        "causal_forward": "q k v block_q block_k",
+    },
+    10: {
+        "grouped_forward": "q k v causal window sinks",
+        "grouped_backward": "q k v out lse dout causal window",
+    },
+    11: {"packed_forward": "q k v cu_seqlens causal"},
+    12: {"merge": "out1 lse1 out2 lse2"},
+    13: {
+        "ring_forward": "rank world_size q k v send recv causal",
+        "ring_backward": "rank world_size q k v out lse dout send recv causal",
+    },
+    14: {"zigzag_shard": "length rank world_size", "zigzag_steps": "rank world_size"},
+}
+
+
+def sample(number: int, argument: str) -> Any:
+    """Something that an exercise with this number could be called with."""
+    rows, d = 8, 4
+    shapes = {10: (1, rows, 2, d), 11: (rows, 2, d), 13: (rows, d)}
+    lse_shapes = {10: (1, 2, rows), 11: (2, rows), 13: (rows,)}
+    if argument.rstrip("12") in ("q", "k", "v", "out", "dout"):
+        return torch.zeros(shapes.get(number, (1, rows, d)))
+    if argument.rstrip("12") == "lse":
+        return torch.zeros(lse_shapes.get(number, (1, rows)))
+    return {
+        "x": torch.zeros(rows, d),
+        "weight": torch.zeros(d),
+        "dtype": torch.float32,
+        "value_dtype": torch.float32,
+        "cast_first": False,
+        "n": 3,
+        "value": 0.01,
+        "blocks": [torch.zeros(rows, 3)],
+        "scores": [torch.zeros(rows, 3)],
+        "values": [torch.zeros(3, d)],
+        "window": (-1, -1),
+        "sinks": None,
+        "cu_seqlens": torch.tensor([0, rows]),
+        "rank": 0,
+        "world_size": 1,
+        "send": lambda to, *tensors: None,
+        "recv": lambda source: (),
+        "causal": False,
+        **dict.fromkeys(("block_q", "block_k"), 4),
+        **dict.fromkeys(("rows_q", "rows_k", "length"), rows),
+    }[argument]
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions and methods by name, `Class.method`."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    yield f"{node.name}.{method.name}", method
+
+
+def signature(function: ast.FunctionDef) -> tuple[str, ...]:
+    """Arguments, result and decorators, as written, and the docstring."""
+    result = ast.unparse(function.returns) if function.returns else ""
+    decorators = [ast.unparse(each) for each in function.decorator_list]
+    return (ast.unparse(function.args), result, *decorators, ast.get_docstring(function) or "")
+
+
+def name_of(value: Any) -> str:
+    return f"step {value.number}" if isinstance(value, Step) else value.stem
+
+
+each_file = pytest.mark.parametrize("path", FILES, ids=name_of)
+each_exercise = pytest.mark.parametrize("step", WITH_EXERCISE, ids=name_of)
+
+
+# Steps.
+
+
+def test_steps_are_found() -> None:
+    """Else everything below would pass for nothing."""
+    assert len(FILES) >= 5
+    assert [find_step(number).number for number in range(1, len(STEPS) + 1)] == [
+        step.number for step in STEPS
+    ]
+    for number in (0, len(STEPS) + 1):
+        with pytest.raises(ValueError, match="there are steps"):
+            find_step(number)
+
+
+@each_file
+def test_a_step_is_in_the_list_and_has_its_parts(path: Path) -> None:
+    step = find_step(int(path.stem[1:3]))
+    assert step.module.rpartition(".")[2] == path.stem
+    tree = tree_of(path)
+    doc = ast.get_docstring(tree)
+    assert doc is not None
+    assert doc.startswith(f"Step {step.number}. ")
+    found = dict(functions(tree))
+    assert {"check", "show", "main"} <= set(found)
+    for name in ("check", "show", "main"):
+        assert not found[name].args.args, f"{name} takes no arguments"
+
+
+def _check(rank: int, world_size: int, module: str) -> None:
+    importlib.import_module(module).check()
+
+
+@each_file
+def test_a_step_passes_its_check(pool: Ranks, path: Path) -> None:
+    """In the process of the pool, which interprets kernels: triton may be compiled in this one."""
+    pool.run(_check, find_step(int(path.stem[1:3])).module)
+
+
+@pytest.mark.slow
+@each_file
+def test_a_step_runs_by_itself(path: Path) -> None:
+    """As a learner runs it, without setting anything; and it has something to say."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", find_step(int(path.stem[1:3])).module],
+        env={**environment, **own},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.splitlines()) >= 3
+
+
+def test_the_lab_imports_no_triton() -> None:
+    code = (
+        "import sys, ring_flash_attn.lab.registry, ring_flash_attn.lab.definition\n"
+        "import ring_flash_attn.lab.device, ring_flash_attn.lab.steps\n"
+        "print('triton' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+# Exercises and solutions.
+
+
+@each_exercise
+def test_exercise_and_solution_are_the_same_file_but_for_the_holes(step: Step) -> None:
+    exercise = tree_of(LAB / "exercises" / step.exercise)
+    solution = tree_of(LAB / "solutions" / step.exercise)
+    assert ast.get_docstring(exercise) == ast.get_docstring(solution)
+    filled = dict(functions(solution))
+    for name, function in functions(exercise):
+        assert name in filled, f"the solution has no {name}"
+        assert signature(function) == signature(filled[name]), name
+    for tree in (exercise, solution):
+        modules = {
+            node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
+        outside = {str(module).split(".")[0] for module in modules} - sys.stdlib_module_names
+        assert outside <= {"torch", "triton"}, "an exercise imports nothing of the lab"
+    assert "NotImplementedError" not in ast.unparse(solution)
+
+
+@each_exercise
+def test_an_exercise_has_the_signatures_that_the_checker_calls(step: Step) -> None:
+    found = dict(functions(tree_of(LAB / "exercises" / step.exercise)))
+    for name, arguments in CONTRACT.get(step.number, {}).items():
+        function = found[f"{name}.forward"] if name[0].isupper() else found[name]
+        own = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
+        assert own[name[0].isupper() :] == arguments.split(), name
+
+
+@each_exercise
+def test_every_hole_says_what_to_do(step: Step) -> None:
+    tree = tree_of(LAB / "exercises" / step.exercise)
+    holes = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    assert holes
+    for hole in holes:
+        assert isinstance(hole, ast.Call)
+        assert ast.unparse(hole.func) == "NotImplementedError"
+        assert isinstance(hole.args[0], ast.Constant)
+        assert len(str(hole.args[0].value)) > 10
+
+
+def _why_exercises_fail(rank: int, world_size: int, number: int) -> dict[str, list[str]]:
+    """By function of an exercise: the error that it raises, and what caused that."""
+    step = find_step(number)
+    module = importlib.import_module(f"ring_flash_attn.lab.exercises.{step.exercise[:-3]}")
+    found: dict[str, list[str]] = {}
+    for name, arguments in CONTRACT.get(number, {}).items():
+        call = getattr(module, name)
+        found[name] = []
+        try:
+            getattr(call, "apply", call)(*(sample(number, each) for each in arguments.split()))
+        except Exception as error:  # triton's interpreter wraps what a kernel raises
+            at: BaseException | None = error
+            while at is not None:
+                found[name].append(type(at).__name__)
+                at = at.__cause__
+    return found
+
+
+@each_exercise
+def test_exercises_raise_not_implemented(pool: Ranks, step: Step) -> None:
+    (found,) = pool.run(_why_exercises_fail, step.number)
+    for name, errors in found.items():
+        assert "NotImplementedError" in errors, f"{name}: {errors or 'returned'}"
+
+
+def _check_solution(rank: int, world_size: int, number: int) -> list[str]:
+    """Put the solution's functions into the step, and run the step's check with them."""
+    step = find_step(number)
+    module = importlib.import_module(step.module)
+    solution = importlib.import_module(f"ring_flash_attn.lab.solutions.{step.exercise[:-3]}")
+    names = [name for name in CONTRACT.get(number, {}) if hasattr(module, name)]
+    own = {name: getattr(module, name) for name in names}
+    try:
+        for name in names:
+            setattr(module, name, getattr(solution, name))
+        with contextlib.redirect_stdout(io.StringIO()):
+            module.check()
+    finally:
+        for name in names:
+            setattr(module, name, own[name])
+    return names
+
+
+@each_exercise
+def test_a_solution_passes_the_check_of_its_step(pool: Ranks, step: Step) -> None:
+    (names,) = pool.run(_check_solution, step.number)
+    assert names or step.number not in CONTRACT, "the step has none of the exercise's functions"
