@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LabStep:
     """One step: its file is `steps/sNN_slug.py`, its exercise `exercises/eNN_slug.py`."""
 
     number: int
@@ -46,11 +46,11 @@ _ROWS = (
 )
 
 STEPS = tuple(
-    Step(number, *row, has_exercise=number < len(_ROWS)) for number, row in enumerate(_ROWS, 1)
+    LabStep(number, *row, has_exercise=number < len(_ROWS)) for number, row in enumerate(_ROWS, 1)
 )
 
 
-def find_step(number: int) -> Step:
+def find_step(number: int) -> LabStep:
     """The step with this number; ValueError if there is none."""
     if not 1 <= number <= len(STEPS):
         raise ValueError(f"step {number}: there are steps 1 to {len(STEPS)}")

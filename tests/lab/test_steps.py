@@ -16,7 +16,7 @@ import torch
 from ranks import Ranks
 
 from ring_flash_attn import lab
-from ring_flash_attn.lab.registry import STEPS, Step, find_step
+from ring_flash_attn.lab.registry import STEPS, LabStep, find_step
 
 LAB = Path(lab.__file__).parent
 FILES = sorted((LAB / "steps").glob("s[0-9]*.py"))
@@ -120,7 +120,7 @@ def signature(function: ast.FunctionDef) -> tuple[str, ...]:
 
 
 def name_of(value: Any) -> str:
-    return f"step {value.number}" if isinstance(value, Step) else value.stem
+    return f"step {value.number}" if isinstance(value, LabStep) else value.stem
 
 
 each_file = pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -148,7 +148,7 @@ def test_a_step_is_in_the_list_and_has_its_parts(path: Path) -> None:
     tree = tree_of(path)
     doc = ast.get_docstring(tree)
     assert doc is not None
-    assert doc.startswith((f"Step {step.number}.", f"Step {step.number}:"))
+    assert doc.startswith((f"LabStep {step.number}.", f"LabStep {step.number}:"))
     found = dict(functions(tree))
     assert {"check", "show", "main"} <= set(found)
     for name in ("check", "show", "main"):
@@ -196,7 +196,7 @@ def test_the_lab_imports_no_triton() -> None:
 
 
 @each_exercise
-def test_exercise_and_solution_are_the_same_file_but_for_the_holes(step: Step) -> None:
+def test_exercise_and_solution_are_the_same_file_but_for_the_holes(step: LabStep) -> None:
     exercise = tree_of(LAB / "exercises" / step.exercise)
     solution = tree_of(LAB / "solutions" / step.exercise)
     assert ast.get_docstring(exercise) == ast.get_docstring(solution)
@@ -217,14 +217,14 @@ def test_exercise_and_solution_are_the_same_file_but_for_the_holes(step: Step) -
 
 
 @each_exercise
-def test_an_exercise_has_the_signatures_that_the_checker_calls(step: Step) -> None:
+def test_an_exercise_has_the_signatures_that_the_checker_calls(step: LabStep) -> None:
     found = dict(functions(tree_of(LAB / "exercises" / step.exercise)))
     for name, arguments in CONTRACT.get(step.number, {}).items():
         assert arguments_of(found, name) == arguments
 
 
 @each_exercise
-def test_every_hole_says_what_to_do(step: Step) -> None:
+def test_every_hole_says_what_to_do(step: LabStep) -> None:
     tree = tree_of(LAB / "exercises" / step.exercise)
     holes = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
     assert holes
@@ -254,13 +254,13 @@ def _why_exercises_fail(rank: int, world_size: int, number: int) -> dict[str, li
 
 
 @each_exercise
-def test_exercises_raise_not_implemented(pool: Ranks, step: Step) -> None:
+def test_exercises_raise_not_implemented(pool: Ranks, step: LabStep) -> None:
     (found,) = pool.run(_why_exercises_fail, step.number)
     for name, errors in found.items():
         assert "NotImplementedError" in errors, f"{name}: {errors or 'returned'}"
 
 
-def replaceable(step: Step) -> list[str]:
+def replaceable(step: LabStep) -> list[str]:
     """What a step has with the very arguments of its exercise; some have more, to show more."""
     found = dict(functions(tree_of(LAB / "steps" / f"s{step.exercise[1:]}")))
     return [
@@ -287,5 +287,5 @@ def _check_with_solution(rank: int, world_size: int, number: int, names: list[st
 
 
 @pytest.mark.parametrize("step", list(filter(replaceable, WITH_EXERCISE)), ids=name_of)
-def test_a_solution_passes_the_check_of_its_step(pool: Ranks, step: Step) -> None:
+def test_a_solution_passes_the_check_of_its_step(pool: Ranks, step: LabStep) -> None:
     pool.run(_check_with_solution, step.number, replaceable(step))
