@@ -148,7 +148,7 @@ def test_a_step_is_in_the_list_and_has_its_parts(path: Path) -> None:
     tree = tree_of(path)
     doc = ast.get_docstring(tree)
     assert doc is not None
-    assert doc.startswith((f"LabStep {step.number}.", f"LabStep {step.number}:"))
+    assert doc.startswith((f"Step {step.number}.", f"Step {step.number}:"))
     found = dict(functions(tree))
     assert {"check", "show", "main"} <= set(found)
     for name in ("check", "show", "main"):
