@@ -103,41 +103,9 @@ def test_messages_for_troubleshooting_are_ours(
 # Figures, and what `auto` takes.
 
 
-def replay_figures() -> dict[str, list[str]]:
-    """By kernel: efficiency of the slowest rank, forward and both, in percent; as the READMEs."""
-    found: dict[str, list[str]] = {}
-    for row in load(ROOT / "results" / "replays_h200.json").rows:
-        place = row.placement
-        zigzag = (place["layout"], place["route"]) == ("zigzag", "ring")
-        usual = place.get("sources_per_launch", 4) == 4 and "lengths" not in row.workload
-        if row.values.get("slowest") and zigzag and usual:
-            percent = f"{row.values['efficiency_percent']:.0f} %"
-            found.setdefault(row.implementation, []).append(percent)
-    return found
-
-
-def test_figures_of_replays_are_those_of_the_file() -> None:
-    figures = replay_figures()
-    rows = re.findall(r"^\| (.*): .* ms \| (.*) \| (.*) \|$", text("README.md"), re.M)
-    assert len(rows) == len(figures) == 6
-    existing = "existing library's zigzag design on"
-    kinds = {
-        "baseline on FlashAttention-2": f"{existing} fa2",
-        "baseline on FlashAttention-4": f"{existing} fa4",
-    }
-    for name, *shown in rows:
-        assert shown == figures[kinds.get(name, name.strip("`"))], name
-    chinese = text("README.zh-CN.md")
-    for kernel in ("fa2", "cudnn", "fa4", "triton"):
-        assert f"`{kernel}` {' / '.join(figures[kernel])}" in chinese
-    for number, kernel in (("2", "fa2"), ("4", "fa4")):
-        shown = " / ".join(figures[f"{existing} {kernel}"])
-        assert re.search(rf"FlashAttention-{number} 上为 {shown}", chinese), kernel
-
-
 def test_the_ratio_to_cudnn_is_that_of_the_files() -> None:
     ratios = []
-    for path in sorted((ROOT / "results").glob("hopper_*_h200.json")):
+    for path in sorted((ROOT / "results").glob("compare_*_h200.json")):
         rates = {(row.implementation, row.passes): row.tflops for row in load(path).rows}
         for passes in ("forward", "backward"):
             ratios.append(rates["triton", passes] / rates["cudnn", passes])
@@ -145,15 +113,6 @@ def test_the_ratio_to_cudnn_is_that_of_the_files() -> None:
     low, high = f"{min(ratios):.2f}", f"{max(ratios):.1f}"
     assert f"{low} to {high} of cuDNN's" in " ".join(text("README.md").split())
     assert f"{low} 到 {high} 倍" in text("README.zh-CN.md")
-
-
-def test_figures_of_memory_are_those_of_the_file() -> None:
-    rows = load(ROOT / "results" / "lengths_h200.json").rows
-    for row in rows:
-        if row.workload["seqlen"] == 8192 and row.passes == "both":
-            assert row.peak_bytes is not None
-            shown = rf"`{row.implementation}` {row.peak_bytes / 2**20:.0f}\b"
-            assert re.search(shown, text("README.md").split("Memory beyond")[1][:200]), shown
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 
 from ..engine.checks import unpack
 from ..engine.entry import run_single
-from ..plan.layout import FLAT_PREFIX
+from ..plan.build import route_names
+from ..plan.layout import FLAT_PREFIX, layout_names
 from . import operators, signatures
 from .signatures import Signature
 
@@ -111,6 +113,23 @@ class Function:
     @property
     def name(self) -> str:
         return "_".join(part for part in (self.prefix, self.family.name, self.form) if part)
+
+    @property
+    def signature(self) -> str:
+        """Name of its list of arguments in `signatures.py`."""
+        return self.family.signature.name
+
+    @property
+    def is_distributed(self) -> bool:
+        return bool(self.family.layout) or self.family.signature is signatures.ANYTHING
+
+    def points(self, layouts: Sequence[str], routes: Sequence[str]) -> list[tuple[str, str]]:
+        """Every (layout, route) of these at which it can be called; of all if there are none."""
+        if self.family.signature is signatures.ANYTHING:
+            return list(product(layouts or layout_names(), routes or route_names()))
+        layout, route = self.family.layout, self.family.route
+        wanted = (not layouts or layout in layouts) and (not routes or route in routes)
+        return [(layout, route)] if wanted else []
 
     @property
     def stub(self) -> str:

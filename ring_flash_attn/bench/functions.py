@@ -2,76 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ..plan.build import route_names
-from ..plan.layout import layout_names
 from .workload import Placement, Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..api.families import Family
+    from ..api.families import Function
 
 _SHOWN = 5  # documents in a message
 
 
-@dataclass(frozen=True, slots=True)
-class PublicFunction:
-    """A function of the API."""
-
-    family: Family  # functions that differ in form and kernel only
-    form: str  # how q, k and v come; the end of the name
-    prefix: str = ""  # kernel that the name fixes; "" if it is an argument
-
-    @property
-    def name(self) -> str:
-        return "_".join(part for part in (self.prefix, self.family.name, self.form) if part)
-
-    @property
-    def signature(self) -> str:
-        """Name of its list of arguments in `signatures.py`."""
-        return self.family.signature.name
-
-    @property
-    def is_distributed(self) -> bool:
-        return bool(self.family.layout) or self.signature == "anything"
-
-    def points(self, layouts: Sequence[str], routes: Sequence[str]) -> list[tuple[str, str]]:
-        """Every (layout, route) of these at which it can be called; of all if there are none."""
-        if self.signature == "anything":
-            layouts, routes = layouts or layout_names(), routes or route_names()
-            return [(layout, route) for layout in layouts for route in routes]
-        layout, route = self.family.layout, self.family.route
-        wanted = (not layouts or layout in layouts) and (not routes or route in routes)
-        return [(layout, route)] if wanted else []
-
-
-def all_functions() -> Iterator[PublicFunction]:
-    """Every public function; those that fix their kernel last."""
-    from ..api.families import FAMILIES, PREFIXES  # which import torch
-
-    for prefix in ("", *PREFIXES):
-        for family in FAMILIES:
-            for form in family.forms:
-                yield PublicFunction(family, form, prefix)
-
-
 def function_names(prefixes: bool = False) -> list[str]:
     """Public functions; with `prefixes`, also those that fix their kernel."""
-    return [each.name for each in all_functions() if prefixes or not each.prefix]
+    from ..api.families import FUNCTIONS  # which imports torch
+
+    return [name for name, each in FUNCTIONS.items() if prefixes or not each.prefix]
 
 
-def find_functions(names: Sequence[str]) -> list[PublicFunction]:
+def find_functions(names: Sequence[str]) -> list[Function]:
     """The functions that exact names, patterns or parts of names mean; ValueError if there is none.
 
     Without names, all that do not fix their kernel.
     """
+    from ..api.families import FUNCTIONS
+
     everything = function_names(prefixes=True)
     wanted: set[str] = set() if names else set(function_names())
     for name in names:
@@ -84,7 +44,7 @@ def find_functions(names: Sequence[str]) -> list[PublicFunction]:
         if not found:
             raise ValueError(f"no function {name!r}; choose from {', '.join(function_names())}")
         wanted.update(found)
-    return [each for each in all_functions() if each.name in wanted]
+    return [each for name, each in FUNCTIONS.items() if name in wanted]
 
 
 def packed_leaves(form: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
@@ -100,7 +60,7 @@ def packed_leaves(form: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tenso
 
 
 def own_arguments(
-    function: PublicFunction,
+    function: Function,
     workload: Workload,
     placement: Placement,
     rank: int,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..bench.functions import PublicFunction, find_functions
+from ..bench.functions import find_functions
 from ..bench.workload import Placement, Workload
 from ..kernels.base import AUTO
 from ..plan.layout import FLAT_PREFIX, layout_names
+
+if TYPE_CHECKING:
+    from ..api.families import Function
 
 # By tensor, the relative error that has always been accepted here, in half precision.
 ACCEPTED = {"out": 1e-2, "lse": 1e-2, "dq": 5e-2, "dk": 5e-2, "dv": 5e-2, "dsink": 5e-2}
@@ -126,7 +129,7 @@ class Case:
         reason: why there are none.
     """
 
-    function: PublicFunction
+    function: Function
     workload: Workload
     placement: Placement
     feature: str = ""
@@ -181,13 +184,13 @@ def make_cases(options: VerifyOptions) -> list[Case]:
     )
 
 
-def _is_plain(function: PublicFunction) -> bool:
+def _is_plain(function: Function) -> bool:
     """Whether q, k and v come as three tensors."""
     return function.form in ("func", "")
 
 
 def _cases(
-    function: PublicFunction, layout: str, route: str, kernel: str, options: VerifyOptions
+    function: Function, layout: str, route: str, kernel: str, options: VerifyOptions
 ) -> Iterator[Case]:
     stride = 1 if function.signature in ("gathered_documents", "llama3") else None
     placement = Placement(options.world_size, layout, route, kernel, stride)
@@ -205,7 +208,7 @@ def _cases(
             yield Case(function, workload, placement, feature, options.seed)
 
 
-def _possible(function: PublicFunction, feature: str, explicit: bool) -> bool:
+def _possible(function: Function, feature: str, explicit: bool) -> bool:
     """Other forms than q, k and v get most features only if the user asks for them."""
     same_heads = function.form.startswith("qkv")
     rules = {
@@ -218,9 +221,7 @@ def _possible(function: PublicFunction, feature: str, explicit: bool) -> bool:
     return usual and rules.get(feature, True)
 
 
-def _workload(
-    function: PublicFunction, feature: str, packed: bool, options: VerifyOptions
-) -> Workload:
+def _workload(function: Function, feature: str, packed: bool, options: VerifyOptions) -> Workload:
     """For a function and a feature, in any dtype."""
     base = options.workload
     lengths = _lengths(function.signature, feature, packed, base.seqlen, options.world_size)

@@ -13,12 +13,14 @@ from samples import Results, Sample, make_sample
 from torch import Tensor
 
 from ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
-from ring_flash_attn.bench.functions import all_functions
+from ring_flash_attn.api import families
 from ring_flash_attn.verify.oracle import cut
 
 # name without prefix → (family, form)
 FUNCTIONS = {
-    named.name: (named.family, named.form) for named in all_functions() if not named.prefix
+    name: (named.family, named.form)
+    for name, named in families.FUNCTIONS.items()
+    if not named.prefix
 }
 # Documents: (W = 3) equal shards of each; any length; the stream divides.
 LENGTHS = {

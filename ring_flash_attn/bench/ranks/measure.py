@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ... import api
+from ...api.families import Function
 from ...comm import agree, check_mode, gather_shards, launch, rank_and_size, resolve_group
 from ...plan.steps import Side
-from ..functions import PublicFunction, find_functions, own_arguments, packed_leaves
+from ..functions import find_functions, own_arguments, packed_leaves
 from ..replays.results import replay_rows
 from ..replays.run import busiest_rank, repeated, replay_ranks
 from ..results import RING, Row, beside
@@ -281,7 +282,7 @@ def call_on_one_device(target: Target, device: torch.device) -> Calls:
 
 
 def _calls(
-    function: PublicFunction,
+    function: Function,
     workload: Workload,
     placement: Placement,
     rank: int,

@@ -7,19 +7,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...api.families import Function
 from ...kernels.base import AUTO
 from ...plan.layout import FLAT_PREFIX
-from ..functions import PublicFunction, find_functions, own_arguments
+from ..functions import find_functions, own_arguments
 from ..workload import Placement, Workload, refuse_kernels, resolve
 
-_Point = tuple[PublicFunction, str, str, bool]  # layout, route, whether documents are packed
+_Point = tuple[Function, str, str, bool]  # layout, route, whether documents are packed
 
 
 @dataclass(frozen=True)
 class Target:
     """A public function, what it computes over all ranks, and how that is spread."""
 
-    function: PublicFunction
+    function: Function
     workload: Workload
     placement: Placement
     baseline: str = ""  # name of the target that it is compared with
@@ -127,7 +128,7 @@ def _find_points(
     if not functions:
         raise ValueError(f"{', '.join(names)}: on one device, and so not for this command")
 
-    def points(of: Sequence[PublicFunction]) -> list[_Point]:
+    def points(of: Sequence[Function]) -> list[_Point]:
         return [
             (each, layout, route, each.family.packed or (not each.form and packs))
             for each in of
@@ -146,7 +147,7 @@ def _find_points(
     return found
 
 
-def _kernels_of(function: PublicFunction, kernels: Sequence[str]) -> tuple[str, ...]:
+def _kernels_of(function: Function, kernels: Sequence[str]) -> tuple[str, ...]:
     if not function.prefix:
         return tuple(kernels)
     if not {AUTO, function.prefix} & {*kernels}:
