@@ -21,7 +21,7 @@ def predict(
     same, and all world_size steps of a rank, too.
 
     Messages: k and v of a shard in bf16 travel during steps 0 … world_size - 2. Backward, dk and dv
-    of a shard in fp32 travel, too, during steps 2 … world_size; in the last of these nobody computes.
+    of a shard in fp32 travel, too, during steps 2 … world_size; in the last one nobody computes.
     What travels in the same step shares the link: one latency, then all bytes over the bandwidth.
 
     Args:

@@ -38,7 +38,7 @@ from ..definition import attention
 
 
 @dataclass(frozen=True)
-class Item:
+class WorkItem:
     """What one program of a kernel does: rows first … last − 1, against their document's keys."""
 
     first: int
@@ -47,11 +47,11 @@ class Item:
     end: int
 
 
-def work_items(cu_seqlens: Sequence[int] | Tensor, block_q: int) -> list[Item]:
+def work_items(cu_seqlens: Sequence[int] | Tensor, block_q: int) -> list[WorkItem]:
     """All blocks of queries of all documents; longest documents first, so that nobody waits."""
     documents = sorted(pairwise(map(int, cu_seqlens)), key=lambda ends: ends[0] - ends[1])
     return [
-        Item(first, min(first + block_q, end), begin, end)
+        WorkItem(first, min(first + block_q, end), begin, end)
         for begin, end in documents
         for first in range(begin, end, block_q)
     ]

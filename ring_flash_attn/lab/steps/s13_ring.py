@@ -165,7 +165,7 @@ def check() -> None:
 
 def show() -> None:
     """Who holds which keys when; errors; the library on the same numbers."""
-    from ring_flash_attn import virtual_ring_attention
+    from ...api.virtual import virtual_ring_attention  # ring_flash_attn.virtual_ring_attention
 
     print("keys at work, causal, 4 ranks (· nothing to see, \\ a causal tile, █ a full one)")
     print("         " + "  ".join(f"rank {rank}" for rank in range(4)))
