@@ -21,6 +21,9 @@ The trap. A row of a masked block may see none of its keys. If it has seen none 
 maximum is still −inf, and exp(−inf − (−inf)) is NaN. Replace the maximum by 0 where it is −inf: all
 powers are then exp(−inf) = 0, which is right. Mask before the maximum, never after it: a hidden
 score that sets the maximum makes all powers of the row tiny.
+
+Exercise 9. Write `visible_blocks` and `causal_forward`. Try fewer keys than queries before you say
+that it works. `rfa lab check 9 DIR` looks at it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Step 10: GQA, sliding windows, attention sinks: what today's models ask of the kernel.
 
-Grouped-query attention (GQA). Several query heads share one KV head: query head h reads KV head h
-// group, group = heads / heads_k. The KV cache and the bytes on the wire shrink by `group`. There
-is no need to repeat k and v in memory: the query heads of a group are more rows for the same keys.
+Grouped-query attention (GQA). `group` = heads / heads_k query heads share one KV head: query head h
+reads KV head h // group. The KV cache and the bytes on the wire shrink by `group`. There is no need
+to repeat k and v in memory: the query heads of a group are more rows for the same keys.
 
-    q (batch, rows, heads_k · group, d)  →  (batch, heads_k, group · rows, d)
+    q  (batch, rows, heads_k · group, d)  →  (batch, heads_k, group, rows, d)
+    k  (batch, rows, heads_k, d)          →  (batch, heads_k, 1, rows, d)
 
 In the backward pass this decides dK and dV: they sum over all rows, so over all heads of the group.
 
@@ -23,6 +24,9 @@ backward pass needs none, because p = exp(s − lse) already knows the sink. The
 its value is zero, so dP is 0 and ds = p (dP − D) = −p D, with p = exp(sink − lse):
 
     dsink = − Σ_i exp(sink − lse_i) · D_i,      D_i = Σ_c dO_ic · O_ic
+
+Exercise 10. Write `grouped_forward` and `grouped_backward`. The first version may repeat k and v;
+then find where dK has to be summed. `rfa lab check 10 DIR` looks at it.
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ key on. Two things go wrong easily:
                  they share cu_seqlens as here, both from the stream's, but never one of each
 
 A document may be shorter than a block, one token long, or empty.
+
+Exercise 11. Write `packed_forward`. Then put NaN into one document and see whether another one
+notices. `rfa lab check 11 DIR` looks at it.
 """
 
 from __future__ import annotations

@@ -23,6 +23,9 @@ them, and one hop more than the keys make brings them home:
     at the end, after W hops, those of our own keys arrive
 
 The code below runs W ranks as W threads. They share nothing but mailboxes.
+
+Exercise 13. Write `ring_forward` and `ring_backward`, as one rank sees them. `rfa lab check 13 DIR`
+looks at it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Step 14: zigzag and stripe: why layouts decide how long the ring takes.
 
-What we want. In step 13 rank 0 was idle in all steps but the first, while the last rank always had
-a full tile. Ranks wait for each other in every step, so a step lasts as long as its busiest rank.
+What we want. In step 13 rank 0 was idle in all steps but the first, while the last rank had a full
+tile in each. Ranks wait for each other in every step, so a step lasts as long as its busiest rank.
 With n rows for each of W ranks, causal and contiguous:
 
     work of all            ≈ (W n)² / 2 pairs
@@ -32,6 +32,8 @@ documents however they lie. But every tile has a mask, and blocks at the diagona
 vain.
 
 The pairs below are counted from the plans that the library runs: `ring_flash_attn.plan`.
+
+Exercise 14. Write `zigzag_shard` and `zigzag_steps`. `rfa lab check 14 DIR` looks at it.
 """
 
 from __future__ import annotations

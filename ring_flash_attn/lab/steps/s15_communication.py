@@ -16,12 +16,13 @@ When is a hop hidden? For one causal document and n tokens a rank, a step has n�
     hop < step  ⇔  4 n heads_k d / bandwidth  <  2 heads d n² / rate
                 ⇔  n  >  2 · (heads_k / heads) · rate / bandwidth
 
-The head dimension cancels. With GQA 32/8, 700 TFLOP/s and 450 GB/s that is 778 tokens a rank. With
-a network card of 50 GB/s it is 7,000.
+The head dimension cancels. With GQA 32/8, 700 TFLOP/s and 450 GB/s that is 778 tokens a rank,
+latency aside. With a network card of 50 GB/s it is 7,000.
 
-Packed documents change one side only. A document sees itself: pairs shrink from T² / 2 to Σ length²
-/ 2, while a shard has as many bytes as before. So short documents make links matter. (A shard that
-nobody needs any more goes no further, so a real ring of short documents sends less than this says.)
+Packed documents change one side only. A document sees itself: pairs shrink from T² / 2 to the sum
+of length² / 2, while a shard has as many bytes as before. So short documents make links matter. (A
+layout that keeps documents together helps: the library sends a shard only as far as somebody needs
+it. Zigzag spreads every document over all ranks, so there everybody needs everything.)
 
 In which step does what travel? Keys of step t + 1 travel during step t. Gradients of step t travel
 during step t + 1, from the first visited rank on (t = 1); what our own queries add stays at home.
@@ -30,6 +31,9 @@ The last hop, which brings them home, has no work to hide behind.
 The model knows no merges, launches, masks at the edge, late ranks or shared links. What it leaves
 open is what a measurement tells you. Time that it says is hidden and that you see all the same is a
 bug to look for, or the price of one of these.
+
+Exercise 15. Write `predict`. Then put in your own model and your own link. `rfa lab check 15 DIR`
+looks at it.
 """
 
 from __future__ import annotations
