@@ -252,9 +252,12 @@ def test_plain_data_runs_without_torch(module: str) -> None:
 
 
 def test_no_class_has_the_name_of_another() -> None:
+    """But for exercises and solutions: they have the names of their step."""
+    again = ("lab.exercises.", "lab.solutions.")
     names = Counter(
         node.name
-        for path in MODULES.values()
+        for module, path in MODULES.items()
+        if not module.startswith(again)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     )
