@@ -23,6 +23,9 @@ After the last tile:
 
 The lse (logsumexp) is one number for each row. It is all that the backward pass needs in order to
 compute any probability again: p = exp(s − lse). So we save q, k, v, out and lse, and no matrix.
+
+Exercise 5. Write `tiled_forward` and `TiledAttention`. Try one tile first, then two, then lengths
+that no tile divides. `rfa lab check 5 DIR` looks at it.
 """
 
 from __future__ import annotations

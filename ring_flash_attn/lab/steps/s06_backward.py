@@ -19,6 +19,9 @@ cheap; memory is not.
 
 From step 5 we take the forward pass, the mask of a tile, and the autograd function that lacks its
 backward pass.
+
+Exercise 6. Write `tiled_backward`, with nothing but the formulas above. `rfa lab check 6 DIR` looks
+at it.
 """
 
 from __future__ import annotations
