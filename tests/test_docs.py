@@ -31,6 +31,7 @@ from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.engine import prepare
 from ring_flash_attn.kernels import base as kernels
+from ring_flash_attn.lab.registry import STEPS
 from ring_flash_attn.plan import build as plans
 from ring_flash_attn.plan import layout as layouts
 from ring_flash_attn.plan.tiles import Mask
@@ -47,6 +48,8 @@ DOCUMENTS = [
     "docs/benchmarks.md",
     "docs/design.md",
     "docs/kernel-log.md",
+    "docs/lab/README.md",
+    "docs/lab/assistants.md",
     "docs/troubleshooting.md",
     "results/README.md",
 ]
@@ -509,6 +512,15 @@ def test_both_readmes_have_the_same_links() -> None:
         for d in READMES
     )
     assert sorted(english) == sorted(chinese)
+
+
+def test_the_steps_of_the_lab_are_listed() -> None:
+    rows = [(str(s.number), s.title, f"s{s.number:02}_{s.slug}.py", s.teaches) for s in STEPS]
+    found = []
+    for number, title, teaches in table("docs/lab/README.md", "steps"):
+        name, path = re.findall(r"\[(.*)\]\((.*)\)", title)[0]
+        found.append((number, name, Path(path).name, teaches))
+    assert found == rows
 
 
 # Names and links.
