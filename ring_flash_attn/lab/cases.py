@@ -1,8 +1,7 @@
 """The cases of each exercise; runs in a process of its own: `python -m … NUMBER FILE NEWS LIMIT`.
 
 A case calls one function of the learner's file and judges what it returns. Head dimensions are at
-least as large as the number of keys: then out = P v can be solved for P, and the checker sees for
-each query and key what the learner's code made of them.
+least as large as the number of keys, so that `compare.py` can say which pair is wrong.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from .check import Report
 from .device import device  # turns the interpreter on before the learner imports triton
-from .registry import find_step
 
 HERE = device()
 
@@ -30,20 +29,12 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from . import suspects as sus  # noqa: E402
+from .compare import FLAT, HEADS, PACKED, PLAIN, Compare, Form, Verdict, same  # noqa: E402
 from .definition import attention  # noqa: E402
 from .suspects import INF, MISTAKES, Setting  # noqa: E402
 from .virtual import Stuck, run_ranks  # noqa: E402
 
 _KERNELS = (1, 7, 8)  # exercises that have to be written in Triton
-_WORDS = {"dk": "keys", "dv": "keys"}  # what the rows of a tensor are; rows else
-
-
-@dataclass(slots=True)
-class Verdict:
-    """What is wrong with one result, and which mistakes it agrees with."""
-
-    lines: list[str] = field(default_factory=list)
-    votes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,268 +45,6 @@ class CheckCase:
     label: str
     call: Callable[[], Any]
     judge: Callable[[Any], Verdict]
-
-
-# From tensors to words.
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How an exercise lays out (batch, heads, rows, d) and (batch, heads, rows), and back."""
-
-    wide: Callable[[Tensor], Tensor]
-    narrow: Callable[[Tensor], Tensor]
-    wide_back: Callable[[Tensor], Tensor]
-    narrow_back: Callable[[Tensor], Tensor]
-
-    def learner(self, name: str, x: Tensor) -> Tensor:
-        """As the learner returns it."""
-        return (self.narrow if name in ("lse", "m", "total") else self.wide)(x)
-
-    def ours(self, name: str, x: Tensor) -> Tensor:
-        """As suspects have it."""
-        return (self.narrow_back if name in ("lse", "m", "total") else self.wide_back)(x)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-PLAIN = Form(lambda x: x[:, 0], lambda x: x[:, 0], lambda x: x[:, None], lambda x: x[:, None])
-HEADS = Form(lambda x: x.transpose(1, 2), _same, lambda x: x.transpose(1, 2), _same)
-PACKED = Form(
-    lambda x: x[0].transpose(0, 1),
-    lambda x: x[0],
-    lambda x: x.transpose(0, 1)[None],
-    lambda x: x[None],
-)
-FLAT = Form(lambda x: x[0, 0], lambda x: x[0, 0], lambda x: x[None, None], lambda x: x[None, None])
-
-
-@dataclass(frozen=True, slots=True)
-class Compare:
-    """Judge tensors by their true values, and by what mistakes would give."""
-
-    truth: dict[str, Tensor]  # as the learner should return them
-    form: Form = FLAT
-    setting: Setting | None = None
-    suspects: Callable[[], Iterable[sus.Suspect]] = tuple
-    tolerance: float = 1e-4
-    hidden: bool = False  # some row may see nothing, at first or at all
-
-    def __call__(self, result: Any) -> Verdict:
-        """Shapes and dtypes first, then numbers."""
-        values = result if isinstance(result, (tuple, list)) else (result,)
-        verdict = Verdict()
-        if len(values) != len(self.truth):
-            names = ", ".join(self.truth)
-            verdict.lines.append(f"{len(values)} values returned; expected {names}")
-            return verdict
-        found = dict(zip(self.truth, values))
-        for name, value in found.items():
-            problem = self._unlike(name, value)
-            if problem:
-                verdict.lines.append(problem)
-                verdict.votes.update(self._of_shape(name, value))
-        if verdict.lines:
-            return verdict
-        found = {name: value.detach().double().cpu() for name, value in found.items()}
-        wrong = [name for name in found if self._wrong(name, found[name]).any()]
-        for name in wrong:
-            verdict.lines += self._words(name, found[name])
-        if wrong:
-            verdict.votes.update(self._named(found, wrong))
-        return verdict
-
-    def _unlike(self, name: str, value: Any) -> str:
-        true = self.truth[name]
-        if not isinstance(value, Tensor):
-            return f"{name} is a {type(value).__name__}, not a tensor"
-        if value.shape != true.shape:
-            return f"{name} has shape {tuple(value.shape)}, expected {tuple(true.shape)}"
-        if value.dtype != torch.float32:
-            return f"{name} is {value.dtype}, expected torch.float32, as the inputs"
-        return ""
-
-    def _of_shape(self, name: str, value: Any) -> list[str]:
-        """A gradient for each query head."""
-        if self.setting is None or self.setting.group == 1 or name not in ("dk", "dv"):
-            return []
-        heads = self.setting.q.shape[1]
-        return ["group"] if isinstance(value, Tensor) and heads in value.shape[1:3] else []
-
-    def limit(self, name: str) -> float:
-        """The largest error that rounding explains."""
-        true = self.truth[name]
-        size = true[true.isfinite()].abs().max().item() if true.isfinite().any() else 0.0
-        return self.tolerance * max(size, 1.0 if name in ("lse", "m") else 1e-3)
-
-    def _wrong(self, name: str, found: Tensor) -> Tensor:
-        true = self.truth[name]
-        return ~((found == true) | ((found - true).abs() <= self.limit(name)))
-
-    def _words(self, name: str, found: Tensor) -> list[str]:
-        true, wrong = self.truth[name], self._wrong(name, found)
-        numbers = found[wrong]
-        largest = true[true.isfinite()].abs().max().item() if true.isfinite().any() else 0.0
-        count = f"{name}: {int(wrong.sum())} of {wrong.numel()} numbers are wrong"
-        lost = int(numbers.isnan().sum())
-        if lost:
-            kept = (found - true)[wrong].abs()
-            kept = kept[kept.isfinite()]
-            count += f", {lost} of them NaN"
-            if kept.numel():
-                count += f", others by up to {kept.max():.3g}"
-        elif not numbers.isfinite().all():
-            count += ", by inf"
-        else:
-            off = (found - true)[wrong].abs()
-            amount = "where −inf is right" if off.max() == INF else f"by up to {off.max():.3g}"
-            count += f", {amount}"
-        lines = [f"{count} (the largest true number: {largest:.3g})"]
-        return lines + [f"  {line}" for line in self._where(name, found)]
-
-    def _where(self, name: str, found: Tensor) -> Iterator[str]:
-        ours, true = (self.form.ours(name, x) for x in (found, self.truth[name]))
-        wrong = self.form.ours(name, self._wrong(name, found))
-        wrong = wrong.any(-1) if wrong.dim() == 4 else wrong
-        what = _WORDS.get(name, "rows")
-        ranks = self.setting.world_size if self.setting is not None else 1
-        where = [f"{what} {spans(wrong.any(0).any(0))} of {wrong.shape[2]}"]
-        if wrong.shape[0] > 1:
-            where.append(f"batch {spans(wrong.any(2).any(1))}")
-        if wrong.shape[1] > 1:
-            where.append(f"heads {spans(wrong.any(2).any(0))}")
-        if ranks > 1:
-            each = wrong.shape[2] // ranks
-            of_rank = wrong.any(0).any(0).unflatten(0, (ranks, each)).any(1)
-            where.insert(0, f"ranks {spans(of_rank)}")
-        yield ", ".join(where)
-        if self.setting is not None and ours.dim() == 4:
-            yield from tiles_in_words(self.setting, name, ours, true)
-
-    def _named(self, found: dict[str, Tensor], wrong: Sequence[str]) -> Counter[str]:
-        """Mistakes, with how many of the wrong tensors each explains."""
-        masks = {name: self._wrong(name, found[name]) for name in wrong}
-        if self.hidden and self._only_lost_rows(found, masks):
-            return Counter({"inf_rows": len(wrong)})
-        votes: Counter[str] = Counter()
-        for mistake, values in self.suspects():
-            explained = 0
-            for name in wrong:
-                if name in values:
-                    suspect = self.form.learner(name, values[name]).double().cpu()
-                    explained += self._agrees(name, found[name], suspect, masks[name])
-            votes[mistake] = max(votes[mistake], explained)
-        return +votes
-
-    def _only_lost_rows(self, found: dict[str, Tensor], masks: dict[str, Tensor]) -> bool:
-        """Wrong numbers are all NaN, or all in rows that see nothing."""
-        lost = all(found[name][mask].isnan().all() for name, mask in masks.items())
-        lse = self.truth.get("lse", self.truth.get("m"))
-        if lost or lse is None:
-            return lost
-        empty = self.form.ours("lse", lse == -INF)
-        inside = []
-        for name, mask in masks.items():
-            rows = self.form.ours(name, mask)
-            inside.append(not ((rows.any(-1) if rows.dim() == 4 else rows) & ~empty).any())
-        return all(inside)
-
-    def _agrees(self, name: str, found: Tensor, suspect: Tensor, wrong: Tensor) -> bool:
-        """Much nearer to the suspect than to the truth; what the suspect leaves open, agrees."""
-        if found.shape != suspect.shape:
-            return False
-        care = ~suspect.isnan()
-        if not (care & wrong).any():
-            return False
-        lost = suspect.isinf() & ~(suspect == self.truth[name])
-        if (lost & found.isfinite()).any():
-            return False
-        even = care & ~lost & ~(suspect == found)
-        off = (found - suspect)[even].abs()
-        if not off.numel():
-            return True
-        error = (found - self.truth[name])[care & wrong].abs()
-        error = error[error.isfinite()]
-        size = self.limit(name)
-        size = max(2 * size, 0.02 * error.max().item()) if error.numel() else 2 * size
-        return bool((off <= size).all())
-
-
-def spans(which: Tensor) -> str:
-    """Indices as 0–3, 7."""
-    found = which.nonzero().flatten().tolist()
-    parts: list[list[int]] = []
-    for i in found:
-        if parts and parts[-1][-1] == i - 1:
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    words = [f"{p[0]}–{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts]
-    return ", ".join(words) if len(words) <= 4 else ", ".join([*words[:3], "…", words[-1]])
-
-
-def by_pair(setting: Setting, name: str, x: Tensor) -> Tensor | None:
-    """Solve a result for what each (row, key) gave; None where it cannot be told."""
-    other = {"out": setting.v, "dq": setting.k, "dk": setting.q, "dv": setting.dout}.get(name)
-    if other is None or other.shape[-1] < other.shape[2] or not x.isfinite().all():
-        return None
-    if name in ("dk", "dv"):
-        if setting.group > 1:
-            return None
-        return (x @ torch.linalg.pinv(other)).transpose(-1, -2)
-    return x @ torch.linalg.pinv(sus.expand(other, setting.group))
-
-
-def tiles_in_words(setting: Setting, name: str, found: Tensor, true: Tensor) -> Iterator[str]:
-    """Which tiles of rows × keys are wrong, and which pair shows it best."""
-    lost = ~found.isfinite()
-    error = by_pair(setting, name, (found - true).masked_fill(lost, 0.0))
-    if error is None or not error.any():
-        return
-    if name in ("dq", "dk"):
-        error = error / setting.scale
-    ranks = setting.world_size
-    each = setting.rows // ranks
-    tile = (each, each) if ranks > 1 else setting.tiles[0] if setting.tiles else (16, 16)
-    grid = [range(0, n, size) for n, size in zip((setting.rows, setting.keys), tile)]
-    worst: dict[tuple[int, int], float] = {}
-    for i in grid[0]:
-        for j in grid[1]:
-            part = error[:, :, i : i + tile[0], j : j + tile[1]]
-            worst[i, j] = part.abs().max().item()
-    i, j = max(worst, key=lambda each: worst[each])
-    wrong = [place for place, size in worst.items() if size > 0.1 * worst[i, j]]
-    rows = f"rows {i}–{min(i + tile[0], setting.rows) - 1}"
-    keys = f"keys {j}–{min(j + tile[1], setting.keys) - 1}"
-    what = "dS" if name in ("dq", "dk") else "P"
-    where = f"{rows} × {keys}"
-    if ranks > 1:
-        rank, source = i // each, j // each
-        where += f": rank {rank}, ring step {(rank - source) % ranks} (keys of rank {source})"
-    count = f"{len(wrong)} of {len(worst)} tiles" if len(worst) > 1 else "the tile"
-    yield f"{count}; the worst: {where}: {what} is off by up to {worst[i, j]:.3g}"
-    if name == "out":
-        yield from _pairs(setting, error)
-
-
-def _pairs(setting: Setting, error: Tensor) -> Iterator[str]:
-    """A query that sees what is hidden from it, or does not see what it should."""
-    counts = sus.seen(setting)
-    true = sus.scores_of(setting, counts).softmax(-1).nan_to_num()
-    extra = (error * (counts == 0)).clamp(min=0)
-    if extra.max() > 0.02:
-        b, h, i, j = _place(extra)
-        yield f"query {i} sees key {j}, which is hidden from it (weight {extra[b, h, i, j]:.2g})"
-    unseen = true * ((true + error).abs() < 0.02 * true)
-    if unseen.max() > 0.02:
-        b, h, i, j = _place(unseen)
-        yield f"query {i} does not see key {j}, which has the weight {true[b, h, i, j]:.2g}"
-
-
-def _place(x: Tensor) -> list[int]:
-    return [int(i) for i in torch.unravel_index(x.argmax(), x.shape)]
 
 
 # Inputs.
@@ -409,7 +138,7 @@ def forward_cases(
                 truth_of(PLAIN, setting),
                 PLAIN,
                 setting,
-                lambda setting=setting: sus.forward_suspects(setting),
+                partial(sus.forward_suspects, setting),
                 max(_loose(number), 1e-3 if large else 0.0),
                 hidden=size[3],
             )
@@ -449,7 +178,7 @@ def backward_cases(name: str, function: Callable[..., Any], number: int) -> Iter
                 truth,
                 PLAIN,
                 setting,
-                lambda setting=setting: sus.backward_suspects(setting),
+                partial(sus.backward_suspects, setting),
                 2 * _loose(number),
                 hidden=size[3],
             )
@@ -485,7 +214,7 @@ def cases_1(get: Callable[[str], Any]) -> Iterator[CheckCase]:
 
 def _by_numbers(truth: dict[str, Tensor]) -> Compare:
     """Of vectors and matrices whose rows are nothing special."""
-    back = Form(_same, _same, _matrix, _matrix)
+    back = Form(same, same, _matrix, _matrix)
     return Compare(truth, back)
 
 
@@ -526,7 +255,7 @@ def cases_3(get: Callable[[str], Any]) -> Iterator[CheckCase]:
             {"out": truth["out"]},
             PLAIN,
             setting,
-            lambda setting=setting: sus.forward_suspects(setting),
+            partial(sus.forward_suspects, setting),
         )
         p = sus.scores_of(setting, sus.seen(setting)).softmax(-1)[:, 0]
         needed = {"q": q, "k": k, "v": v, "the probabilities": p}
@@ -608,7 +337,7 @@ def cases_5(get: Callable[[str], Any]) -> Iterator[CheckCase]:
             {"out": truth["out"]},
             PLAIN,
             setting,
-            lambda setting=setting: sus.forward_suspects(setting),
+            partial(sus.forward_suspects, setting),
             hidden=size[3],
         )
 
@@ -674,7 +403,8 @@ def _blocks(
         if len(blocks) != len(found):
             return Verdict(["a block is listed twice"])
         nothing = torch.zeros(1, 1)
-        empty = Setting(nothing.expand(1, 1, rows, 1), *2 * [nothing.expand(1, 1, keys, 1)], causal)
+        k = nothing.expand(1, 1, keys, 1)
+        empty = Setting(nothing.expand(1, 1, rows, 1), k, k, causal=causal)
 
         def parts(kind: str) -> dict[tuple[int, int], Tensor]:
             counts = sus.seen(empty, kind)
@@ -752,7 +482,7 @@ def cases_10(get: Callable[[str], Any]) -> Iterator[CheckCase]:
             truth_of(HEADS, setting),
             HEADS,
             setting,
-            lambda setting=setting: sus.forward_suspects(setting),
+            partial(sus.forward_suspects, setting),
             hidden=causal or window != (-1, -1),
         )
         call = _later(get("grouped_forward"), *tensors, causal, window, sinks)
@@ -762,7 +492,7 @@ def cases_10(get: Callable[[str], Any]) -> Iterator[CheckCase]:
             truth,
             HEADS,
             setting,
-            lambda setting=setting: sus.backward_suspects(setting),
+            partial(sus.backward_suspects, setting),
             2e-4,
             hidden=causal or window != (-1, -1),
         )
@@ -784,7 +514,7 @@ def cases_11(get: Callable[[str], Any]) -> Iterator[CheckCase]:
                 truth_of(PACKED, setting),
                 PACKED,
                 setting,
-                lambda setting=setting: sus.forward_suspects(setting),
+                partial(sus.forward_suspects, setting),
                 hidden=True,
             )
             call = _later(get("packed_forward"), *tensors, given, causal)
@@ -815,13 +545,15 @@ def cases_12(get: Callable[[str], Any]) -> Iterator[CheckCase]:
             {"out": out, "lse": lse},
             PLAIN,
             None,
-            lambda given=(out1, lse1, out2, lse2): (
-                (name, {key: PLAIN.ours(key, x) for key, x in values.items()})
-                for name, values in sus.merge_suspects(*given)
-            ),
+            partial(_wrong_merges, out1, lse1, out2, lse2),
             hidden="nothing" in label,
         )
         yield CheckCase("merge", label, _later(get("merge"), *wide), judge)
+
+
+def _wrong_merges(*given: Tensor) -> Iterator[sus.Suspect]:
+    for name, values in sus.merge_suspects(*given):
+        yield name, {key: PLAIN.ours(key, x) for key, x in values.items()}
 
 
 def cases_13(get: Callable[[str], Any]) -> Iterator[CheckCase]:
@@ -836,7 +568,7 @@ def cases_13(get: Callable[[str], Any]) -> Iterator[CheckCase]:
                 truth_of(FLAT, setting),
                 FLAT,
                 setting,
-                lambda setting=setting: sus.ring_forward_suspects(setting),
+                partial(sus.ring_forward_suspects, setting),
                 hidden=causal,
             )
             call = _ring(get("ring_forward"), ranks, tensors, causal, ("out", "lse"))
@@ -846,7 +578,7 @@ def cases_13(get: Callable[[str], Any]) -> Iterator[CheckCase]:
                 truth,
                 FLAT,
                 setting,
-                lambda setting=setting: sus.ring_backward_suspects(setting),
+                partial(sus.ring_backward_suspects, setting),
                 2e-4,
                 hidden=causal,
             )
@@ -895,7 +627,7 @@ def _by_rank(compare: Compare, each: int) -> Callable[[Any], Verdict]:
 def cases_14(get: Callable[[str], Any]) -> Iterator[CheckCase]:
     """Zigzag shards, and the steps of a ring over them."""
     for ranks in (4, 3, 2, 1):
-        for length in (2 * ranks, 10 * ranks):
+        for length in (10 * ranks, 2 * ranks, 10 * ranks + 3):
             for rank in range(ranks):
                 call = _later(get("zigzag_shard"), length, rank, ranks)
                 words = f"{length} tokens, rank {rank} of {ranks}"
@@ -912,10 +644,10 @@ def _chunks(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _zigzag_shard(length: int, rank: int, ranks: int) -> Callable[[Any], Verdict]:
-    chunk = length // (2 * ranks)
+    borders = [chunk * length // (2 * ranks) for chunk in range(2 * ranks + 2)]
 
     def positions(chunks: Iterable[int]) -> list[int]:
-        return [i for c in chunks for i in range(c * chunk, (c + 1) * chunk)]
+        return [i for c in chunks for i in range(borders[c], borders[c + 1])]
 
     def judge(found: Any) -> Verdict:
         if not isinstance(found, Tensor) or found.dim() != 1 or found.is_floating_point():
@@ -923,16 +655,16 @@ def _zigzag_shard(length: int, rank: int, ranks: int) -> Callable[[Any], Verdict
         got, true = found.tolist(), positions(_chunks(rank, ranks))
         if got == true:
             return Verdict()
-        if len(got) != len(true):
-            return Verdict([f"rank {rank} has {len(got)} positions, expected {len(true)}"])
-        first = next(i for i in range(len(got)) if got[i] != true[i])
-        words = f"rank {rank}: row {first} is position {got[first]}, expected {true[first]}"
-        verdict = Verdict([f"{words} ({'early' if first < chunk else 'late'} half)"])
         wrong = [(rank, ranks + rank), (2 * rank, 2 * rank + 1), (2 * ranks - 1 - rank, rank)]
         wrong += [(rank, 2 * ranks - rank), (rank, 2 * ranks - 2 - rank)]
-        if any(got == positions(c) for c in wrong) or sorted(got) != sorted(true):
-            verdict.votes["zigzag"] += 1
-        return verdict
+        votes = Counter({"zigzag": 1} if any(got == positions(c) for c in wrong) else {})
+        if len(got) != len(true):
+            words = f"rank {rank} has {len(got)} positions, expected {len(true)}"
+            return Verdict([words], votes)
+        first = next(i for i in range(len(got)) if got[i] != true[i])
+        words = f"rank {rank}: row {first} is position {got[first]}, expected {true[first]}"
+        half = "early" if first < borders[rank + 1] - borders[rank] else "late"
+        return Verdict([f"{words} ({half} half)"], votes)
 
     return judge
 
@@ -1011,24 +743,55 @@ def _zigzag_steps(rank: int, ranks: int) -> Callable[[Any], Verdict]:
 
 
 def cases_15(get: Callable[[str], Any]) -> Iterator[CheckCase]:
-    """A prediction: the same numbers as the solution's, on the arguments that it names as cases."""
-    solution = importlib.import_module(f"{__package__}.solutions.{find_step(15).exercise[:-3]}")
-    cases = getattr(solution, "CASES", None)
-    for arguments in cases or ({},):
-        true = solution.predict(**arguments)
+    """Work and messages of one rank of a ring."""
+    fast, slow = (8e14, 4e11, 5e-6), (4e14, 2e10, 2e-5)
+    for tokens, ranks, rates in ((65536, 8, fast), (8192, 4, slow), (1 << 20, 16, slow)):
+        pairs, heads, heads_k, d = tokens * (tokens + 1) // 2, 32, 8, 128
+        for backward in (False, True):
+            true = _prediction(pairs, tokens, ranks, heads, heads_k, d, *rates, backward)
 
-        def judge(found: Any, true: dict[str, float] = true) -> Verdict:
-            if not isinstance(found, dict):
-                return Verdict([f"a {type(found).__name__} returned, not a dict"])
-            lines = [f"{name} is missing" for name in true if name not in found]
-            for name in true:
-                if name in found and abs(found[name] - true[name]) > 0.01 * abs(true[name]):
-                    lines.append(f"{name}: {found[name]:.4g}, expected {true[name]:.4g}")
-            return Verdict(lines)
+            def judge(found: Any, true: dict[str, float] = true) -> Verdict:
+                if not isinstance(found, dict):
+                    return Verdict([f"a {type(found).__name__} returned, not a dict"])
+                lines = [f"{name} is missing" for name in true if name not in found]
+                for name in (name for name in true if name in found):
+                    if not abs(found[name] - true[name]) <= 1e-3 * true[name]:
+                        times = (
+                            f", {found[name] / true[name]:.3g} times as much" if true[name] else ""
+                        )
+                        right = f"expected {true[name]:.4g} s{times}"
+                        lines.append(f"{name}: {found[name]:.4g} s, {right}")
+                return Verdict(lines)
 
-        words = ", ".join(f"{name} {value}" for name, value in arguments.items())
-        call: Callable[[], Any] = lambda arguments=arguments: get("predict")(**arguments)  # noqa: E731
-        yield CheckCase("predict", words or "as the exercise's defaults have it", call, judge)
+            words = f"{'backward' if backward else 'forward'}, {tokens} tokens on {ranks} ranks"
+            words += f", {rates[0]:.3g} FLOP/s, {rates[1]:.3g} bytes/s, latency {rates[2]:.3g} s"
+            given = (pairs, tokens, ranks, heads, heads_k, d, *rates, backward)
+            yield CheckCase("predict", words, _later(get("predict"), *given), judge)
+
+
+def _prediction(
+    pairs: int,
+    tokens: int,
+    ranks: int,
+    heads: int,
+    heads_k: int,
+    d: int,
+    rate: float,
+    bandwidth: float,
+    latency: float,
+    backward: bool,
+) -> dict[str, float]:
+    """By arithmetic; k and v are 2 bytes a number, dk and dv 4."""
+    step = pairs * 4 * heads * d * (2.5 if backward else 1) / ranks**2 / rate
+    numbers = 2 * tokens // ranks * heads_k * d
+    sent = [
+        2 * numbers * (t < ranks - 1) + 4 * numbers * (backward and t > 1) for t in range(ranks)
+    ]
+    sent.append(4 * numbers * backward)
+    times = [latency + size / bandwidth if size else 0.0 for size in sent]
+    works = [*[step] * ranks, 0.0]
+    exposed = sum(max(0.0, time - work) for time, work in zip(times, works))
+    return {"compute": step * ranks, "communication": sum(times), "exposed": exposed}
 
 
 CASES: dict[int, Callable[[Callable[[str], Any]], Iterator[CheckCase]]] = {
