@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Verdict:
 
     lines: list[str] = field(default_factory=list)
     votes: Counter[str] = field(default_factory=Counter)
+    named: Callable[[], Counter[str]] = Counter  # more votes; this takes a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Compare:
         for name in wrong:
             verdict.lines += self._words(name, found[name])
         if wrong:
-            verdict.votes.update(self._named(found, wrong))
+            verdict.named = partial(self._named, found, wrong)
         return verdict
 
     def _unlike(self, name: str, value: Any) -> str:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 INF = float("inf")
 LN2 = math.log(2.0)
-TILES = (1, 2, 4, 8, 16, 32, 64, 128)
+TILES = (8, 16, 32, 64, 128)
 Suspect = tuple[str, dict[str, Tensor]]
 
 
@@ -387,10 +387,11 @@ SWITCHES = {
 
 
 def wrong_sums(scores: Tensor, values: Tensor, tiles: tuple[int, ...]) -> Iterator[Suspect]:
-    """Online softmax with each of its mistakes; also in fp32, where exp overflows."""
+    """Online softmax with each of its mistakes; those that show where exp overflows, in fp32."""
     for tile in tiles:
         for switch, mistake in SWITCHES.items():
-            for dtype in (torch.float64, torch.float32):
+            overflows = switch in ("own", "no_maximum")
+            for dtype in (torch.float32,) if overflows else (torch.float64,):
                 out, lse, m, total = online(scores.to(dtype), values.to(dtype), tile, switch)
                 lost = ~out.isfinite().all(-1) | ~total.isfinite()  # not numbers: +inf
                 out = out.double().masked_fill(lost[..., None], INF)
@@ -575,6 +576,10 @@ def _wrong_order(setting: Setting, counts: Tensor) -> Iterator[Suspect]:
             part[:, start : start + tile] = counts[:, start : start + tile]
             parts.append(gradients(setting, part)["dq"])
         whole = torch.stack(parts)
+        doubled = torch.zeros_like(whole[0])
+        for part in parts:
+            doubled = 2 * doubled + part
+        yield "dq_twice", {"dq": doubled}
         yield "dq_twice", {"dq": whole.cumsum(0).sum(0)}
         yield "dq_twice", {"dq": whole.sum(0) + whole[-1]}
         yield "dq_twice", {"dq": whole.sum(0) + whole[0]}
@@ -660,8 +665,10 @@ def ring_counts(
             source, taken = held(rank, step) % ranks, believed(rank, step) % ranks
             part = ones
             if setting.causal and mask != "none":
-                local = taken == rank or mask == "local"
-                part = ones.tril() if local else ones * (taken < rank or mask == "unskipped")
+                if taken > rank and not mask.startswith("unskipped"):
+                    part = ones * 0
+                elif taken == rank or mask.endswith("local"):
+                    part = ones.tril()
             rows, keys = (slice(i * each, (i + 1) * each) for i in (rank, source))
             counts[rows, keys] += part
     return counts
@@ -678,7 +685,7 @@ def wrong_counts(setting: Setting) -> Iterator[tuple[str, Tensor]]:
             if not torch.equal(counts, right):
                 yield "source", counts
     if setting.causal:
-        for mask in ("none", "local", "unskipped"):
+        for mask in ("none", "local", "unskipped", "unskipped local"):
             yield "ring_mask", ring_counts(setting, usual, usual, mask)
         for mistake, counts in wrong_masks(setting):
             if mistake == "edge":
