@@ -76,10 +76,10 @@ def start(
     """
     found = [step for step in STEPS if _exercise(step).is_file()]
     with usage_errors():
-        if not found:
-            raise ValueError("there are no exercises yet")
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is not a folder")
+        if not found:
+            raise ValueError("there are no exercises yet")
         there = [step.exercise for step in found if (folder / step.exercise).exists()]
         if there and not missing:
             raise ValueError(

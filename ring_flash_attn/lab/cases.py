@@ -29,13 +29,17 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from . import suspects as sus  # noqa: E402
-from .compare import FLAT, HEADS, PACKED, PLAIN, Compare, Form, Verdict, same  # noqa: E402
+from .compare import FLAT, HEADS, PACKED, PLAIN, Compare, Form, Judgement, same  # noqa: E402
 from .definition import attention  # noqa: E402
 from .suspects import INF, MISTAKES, Setting  # noqa: E402
 from .virtual import Stuck, run_ranks  # noqa: E402
 
 _NAMED = 3  # wrong cases of a function that are compared with suspects
 _KERNELS = (1, 7, 8)  # exercises that have to be written in Triton
+
+
+class InputChanged(RuntimeError):
+    """A function has written to a tensor that it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class CheckCase:
     function: str
     label: str
     call: Callable[[], Any]
-    judge: Callable[[Any], Verdict]
+    judge: Callable[[Any], Judgement]
 
 
 # Inputs.
@@ -148,7 +152,27 @@ def forward_cases(
 
 
 def _later(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    return lambda: function(*arguments)
+    """Call it with copies, and see whether it leaves them alone."""
+
+    def call() -> Any:
+        copies = [_copy(each) for each in arguments]
+        result = function(*copies)
+        for i, (before, after) in enumerate(zip(map(_tensors, arguments), map(_tensors, copies))):
+            if not all(map(torch.equal, before, after)):
+                raise InputChanged(f"{function.__name__} changes its argument {i + 1} in place")
+        return result
+
+    return call
+
+
+def _copy(x: Any) -> Any:
+    if isinstance(x, list):
+        return [_copy(each) for each in x]
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return x if isinstance(x, list) else [x] if isinstance(x, Tensor) else []
 
 
 def backward_inputs(
@@ -235,11 +259,13 @@ def cases_2(get: Callable[[str], Any]) -> Iterator[CheckCase]:
                 for _ in range(n):
                     total += one.to(dtype) if cast_first else one
 
-                def judge(found: Any, true: float = total.item()) -> Verdict:
+                def judge(found: Any, true: float = total.item()) -> Judgement:
                     if not isinstance(found, (int, float)):
-                        return Verdict([f"a {type(found).__name__} returned, not a float"])
+                        return Judgement([f"a {type(found).__name__} returned, not a float"])
                     near = abs(found - true) <= 1e-6 * abs(true)
-                    return Verdict([] if near else [f"the sum is {found:.6g}, expected {true:.6g}"])
+                    return Judgement(
+                        [] if near else [f"the sum is {found:.6g}, expected {true:.6g}"]
+                    )
 
                 words = f"{value} as {value_dtype} {n} times to {dtype}"
                 cast = ", cast first" if cast_first else ""
@@ -263,10 +289,10 @@ def cases_3(get: Callable[[str], Any]) -> Iterator[CheckCase]:
 
         def judge(
             found: Any, compare: Compare = compare, needed: dict[str, Tensor] = needed
-        ) -> Verdict:
+        ) -> Judgement:
             if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
-                return Verdict(["expected (out, saved), with saved a dict of tensors"])
-            verdict = compare(found[0])
+                return Judgement(["expected (out, saved), with saved a dict of tensors"])
+            judgement = compare(found[0])
             kept = [x for x in found[1].values() if isinstance(x, Tensor)]
             for name, true in needed.items():
                 true = true.double().cpu()
@@ -275,9 +301,9 @@ def cases_3(get: Callable[[str], Any]) -> Iterator[CheckCase]:
                     and torch.allclose(x.detach().double().cpu(), true, 1e-3, 1e-4)
                     for x in kept
                 )
-                if not any(same) and not verdict.lines:
-                    verdict.lines.append(f"saved lacks {name}, {tuple(true.shape)}")
-            return verdict
+                if not any(same) and not judgement.lines:
+                    judgement.lines.append(f"saved lacks {name}, {tuple(true.shape)}")
+            return judgement
 
         call = _later(get("standard_attention"), q, k, v, size[3])
         yield CheckCase("standard_attention", describe(setting), call, judge)
@@ -345,18 +371,18 @@ def cases_5(get: Callable[[str], Any]) -> Iterator[CheckCase]:
         def call(tensors: Sequence[Tensor] = tensors, causal: bool = size[3]) -> Any:
             return function.apply(*(x.clone().requires_grad_() for x in tensors), causal)
 
-        def judge(found: Any, compare: Compare = compare, lse: Tensor = truth["lse"]) -> Verdict:
-            verdict = compare(found)
-            if verdict.lines:
-                return verdict
+        def judge(found: Any, compare: Compare = compare, lse: Tensor = truth["lse"]) -> Judgement:
+            judgement = compare(found)
+            if judgement.lines:
+                return judgement
             saved = getattr(found.grad_fn, "saved_tensors", ())
             near = (
                 x.shape == lse.shape and torch.allclose(x.double().cpu(), lse, 1e-3, 1e-3)
                 for x in saved
             )
             if sum(near) != 1:
-                verdict.lines.append("save the lse, (batch, rows), for the backward pass, once")
-            return verdict
+                judgement.lines.append("save the lse, (batch, rows), for the backward pass, once")
+            return judgement
 
         yield CheckCase("TiledAttention", describe(setting), call, judge)
 
@@ -397,14 +423,14 @@ def cases_9(get: Callable[[str], Any]) -> Iterator[CheckCase]:
 
 def _blocks(
     rows: int, keys: int, block_q: int, block_k: int, causal: bool
-) -> Callable[[Any], Verdict]:
-    def judge(found: Any) -> Verdict:
+) -> Callable[[Any], Judgement]:
+    def judge(found: Any) -> Judgement:
         try:
             blocks = {(int(i), int(j)): bool(mask) for i, j, mask in found}
         except (TypeError, ValueError):
-            return Verdict(["expected a list of (i, j, needs_mask)"])
+            return Judgement(["expected a list of (i, j, needs_mask)"])
         if len(blocks) != len(found):
-            return Verdict(["a block is listed twice"])
+            return Judgement(["a block is listed twice"])
         nothing = torch.zeros(1, 1)
         k = nothing.expand(1, 1, keys, 1)
         empty = Setting(nothing.expand(1, 1, rows, 1), k, k, causal=causal)
@@ -422,8 +448,8 @@ def _blocks(
 
         true = wanted()
         if blocks == true:
-            return Verdict()
-        verdict = Verdict()
+            return Judgement()
+        judgement = Judgement()
 
         def place(at: tuple[int, int]) -> str:
             i, j = at
@@ -439,16 +465,16 @@ def _blocks(
         for what, places in kinds.items():
             if places:
                 more = f" ({len(places)} such blocks)" if len(places) > 1 else ""
-                verdict.lines.append(f"{place(sorted(places)[0])} {what}{more}")
+                judgement.lines.append(f"{place(sorted(places)[0])} {what}{more}")
         for kind, mistake in (("offset", "offset"), ("edge-", "edge"), ("edge+", "edge")):
             if blocks == wanted(kind):
-                verdict.votes[mistake] += 1
+                judgement.votes[mistake] += 1
         missing, _, unmasked, _ = kinds.values()
-        if missing and not verdict.votes:
-            verdict.votes["skipped"] += 1
-        if unmasked and not verdict.votes:
-            verdict.votes["edge"] += 1
-        return verdict
+        if missing and not judgement.votes:
+            judgement.votes["skipped"] += 1
+        if unmasked and not judgement.votes:
+            judgement.votes["edge"] += 1
+        return judgement
 
     return judge
 
@@ -606,22 +632,22 @@ def _ring(
     return lambda: run_ranks(ranks, body)
 
 
-def _by_rank(compare: Compare, each: int) -> Callable[[Any], Verdict]:
+def _by_rank(compare: Compare, each: int) -> Callable[[Any], Judgement]:
     """Judge shards of all ranks as one tensor."""
 
-    def judge(found: list[tuple[Any, ...]]) -> Verdict:
+    def judge(found: list[tuple[Any, ...]]) -> Judgement:
         for rank, values in enumerate(found):
             if len(values) != len(compare.truth):
-                return Verdict(
+                return Judgement(
                     [f"rank {rank}: {len(values)} values; not {', '.join(compare.truth)}"]
                 )
             for (name, true), value in zip(compare.truth.items(), values):
                 shape = (each, *true.shape[1:])
                 if not isinstance(value, Tensor):
-                    return Verdict([f"rank {rank}: {name} is a {type(value).__name__}"])
+                    return Judgement([f"rank {rank}: {name} is a {type(value).__name__}"])
                 if tuple(value.shape) != shape:
                     got = tuple(value.shape)
-                    return Verdict([f"rank {rank}: {name} has shape {got}, expected {shape}"])
+                    return Judgement([f"rank {rank}: {name} has shape {got}, expected {shape}"])
         return compare(tuple(torch.cat(values) for values in zip(*found)))
 
     return judge
@@ -646,33 +672,33 @@ def _chunks(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def _zigzag_shard(length: int, rank: int, ranks: int) -> Callable[[Any], Verdict]:
+def _zigzag_shard(length: int, rank: int, ranks: int) -> Callable[[Any], Judgement]:
     borders = [chunk * length // (2 * ranks) for chunk in range(2 * ranks + 2)]
 
     def positions(chunks: Iterable[int]) -> list[int]:
         return [i for c in chunks for i in range(borders[c], borders[c + 1])]
 
-    def judge(found: Any) -> Verdict:
+    def judge(found: Any) -> Judgement:
         if not isinstance(found, Tensor) or found.dim() != 1 or found.is_floating_point():
-            return Verdict(["expected a LongTensor of positions"])
+            return Judgement(["expected a LongTensor of positions"])
         got, true = found.tolist(), positions(_chunks(rank, ranks))
         if got == true:
-            return Verdict()
+            return Judgement()
         wrong = [(rank, ranks + rank), (2 * rank, 2 * rank + 1), (2 * ranks - 1 - rank, rank)]
         wrong += [(rank, 2 * ranks - rank), (rank, 2 * ranks - 2 - rank)]
         votes = Counter({"zigzag": 1} if any(got == positions(c) for c in wrong) else {})
         if len(got) != len(true):
             words = f"rank {rank} has {len(got)} positions, expected {len(true)}"
-            return Verdict([words], votes)
+            return Judgement([words], votes)
         first = next(i for i in range(len(got)) if got[i] != true[i])
         words = f"rank {rank}: row {first} is position {got[first]}, expected {true[first]}"
         half = "early" if first < borders[rank + 1] - borders[rank] else "late"
-        return Verdict([f"{words} ({half} half)"], votes)
+        return Judgement([f"{words} ({half} half)"], votes)
 
     return judge
 
 
-def _zigzag_steps(rank: int, ranks: int) -> Callable[[Any], Verdict]:
+def _zigzag_steps(rank: int, ranks: int) -> Callable[[Any], Judgement]:
     """The pairs of chunks that the steps cover, with how often; a diagonal pair is half."""
     queries = {"all": (0, 1), "late": (1,), "early": (0,)}
 
@@ -697,50 +723,54 @@ def _zigzag_steps(rank: int, ranks: int) -> Callable[[Any], Verdict]:
             steps.append((source, *halves, False))
         return steps
 
-    def judge(found: Any) -> Verdict:
+    def judge(found: Any) -> Judgement:
         try:
             steps = [(int(s), str(a), str(b), bool(c)) for s, a, b, c in found]
         except (TypeError, ValueError):
-            return Verdict(["expected a list of (source, query half, key half, causal)"])
+            return Judgement(["expected a list of (source, query half, key half, causal)"])
         for t, (source, of_q, of_k, _) in enumerate(steps):
             if not 0 <= source < ranks:
-                return Verdict([f"rank {rank}, ring step {t}: there is no rank {source}"])
+                return Judgement([f"rank {rank}, ring step {t}: there is no rank {source}"])
             if of_q not in queries or of_k not in queries:
                 halves = '"all", "late" or "early"'
-                return Verdict([f"rank {rank}, ring step {t}: halves are {halves}"])
+                return Judgement([f"rank {rank}, ring step {t}: halves are {halves}"])
         if covered(steps) == covered(right(1)) and any(
             [s[0] for s in steps] == [s[0] for s in right(sign)] for sign in (1, -1)
         ):
-            return Verdict()
-        verdict = Verdict()
+            return Judgement()
+        judgement = Judgement()
         for t, true in enumerate(right(1)):
             got = steps[t] if t < len(steps) else None
             if got != true:
                 words = (
                     f"rank {rank}, ring step {t}: {got}" if got else f"rank {rank} has no step {t}"
                 )
-                verdict.lines.append(f"{words}; keys of rank {true[0]} are due")
+                judgement.lines.append(f"{words}; keys of rank {true[0]} are due")
                 break
         sources = [s[0] for s in steps]
         if sorted(sources) != list(range(ranks)):
             missing = len(sources) < ranks
-            verdict.votes["missing_step" if missing else "source"] += 1
+            judgement.votes["missing_step" if missing else "source"] += 1
         elif all(sources != [s[0] for s in right(sign)] for sign in (1, -1)):
-            verdict.votes["source"] += 1
+            judgement.votes["source"] += 1
         else:
-            verdict.votes["zigzag"] += 1
+            judgement.votes["zigzag"] += 1
         have, want = covered(steps), covered(right(1))
         for (a, b, _), count in (have - want).items():
             words = f"queries of chunk {a} meet keys of chunk {b}"
             often = (
                 "once too often" if want[a, b, "whole"] else "which are hidden, or hidden in part"
             )
-            verdict.lines.append(f"{words} {often} ({count})" if count > 1 else f"{words}, {often}")
+            judgement.lines.append(
+                f"{words} {often} ({count})" if count > 1 else f"{words}, {often}"
+            )
             break
         for a, b, _ in want - have:
-            verdict.lines.append(f"queries of chunk {a} never meet keys of chunk {b}, or not right")
+            judgement.lines.append(
+                f"queries of chunk {a} never meet keys of chunk {b}, or not right"
+            )
             break
-        return verdict
+        return judgement
 
     return judge
 
@@ -753,9 +783,9 @@ def cases_15(get: Callable[[str], Any]) -> Iterator[CheckCase]:
         for backward in (False, True):
             true = _prediction(pairs, tokens, ranks, heads, heads_k, d, *rates, backward)
 
-            def judge(found: Any, true: dict[str, float] = true) -> Verdict:
+            def judge(found: Any, true: dict[str, float] = true) -> Judgement:
                 if not isinstance(found, dict):
-                    return Verdict([f"a {type(found).__name__} returned, not a dict"])
+                    return Judgement([f"a {type(found).__name__} returned, not a dict"])
                 lines = [f"{name} is missing" for name in true if name not in found]
                 for name in (name for name in true if name in found):
                     if not abs(found[name] - true[name]) <= 1e-3 * true[name]:
@@ -764,7 +794,7 @@ def cases_15(get: Callable[[str], Any]) -> Iterator[CheckCase]:
                         )
                         right = f"expected {true[name]:.4g} s{times}"
                         lines.append(f"{name}: {found[name]:.4g} s, {right}")
-                return Verdict(lines)
+                return Judgement(lines)
 
             words = f"{'backward' if backward else 'forward'}, {tokens} tokens on {ranks} ranks"
             words += f", {rates[0]:.3g} FLOP/s, {rates[1]:.3g} bytes/s, latency {rates[2]:.3g} s"
@@ -868,7 +898,8 @@ class Tally:
 
 
 def run_cases(number: int, path: Path, tell: Callable[[str], None]) -> Report:
-    """Everything that there is to say about a file."""
+    """Everything that there is to say about a file; on the GPU only if it has kernels."""
+    global HERE
     report = Report(number, str(path))
     try:
         module = load(path)
@@ -879,6 +910,7 @@ def run_cases(number: int, path: Path, tell: Callable[[str], None]) -> Report:
     if number in _KERNELS and not kernels:
         report.lines = [f"{path.name} has no Triton kernel: this exercise asks for @triton.jit"]
         return report
+    HERE = device() if kernels else torch.device("cpu")
     missing: list[str] = []
 
     def get(name: str) -> Any:
@@ -897,20 +929,21 @@ def run_cases(number: int, path: Path, tell: Callable[[str], None]) -> Report:
         tell(f"{case.function}: {case.label}")
         try:
             with torch.enable_grad():
-                verdict = case.judge(case.call())
+                judgement = case.judge(case.call())
         except Exception as error:
             hole = root(error)
             if isinstance(hole, NotImplementedError):
                 tally.hole = str(hole) or "no hint"
             else:
-                said = str(error) if isinstance(error, Stuck) else in_file(error, path)
+                plain = isinstance(error, (Stuck, InputChanged))
+                said = str(error) if plain else in_file(error, path)
                 tally.wrong.append((case.label, [said]))
             continue
-        if verdict.lines:
-            tally.wrong.append((case.label, verdict.lines))
-            votes.update(verdict.votes)
+        if judgement.lines:
+            tally.wrong.append((case.label, judgement.lines))
+            votes.update(judgement.votes)
             if len(tally.wrong) <= _NAMED:
-                votes.update(verdict.named())
+                votes.update(judgement.named())
     report.lines = [f"{path.name} has no {name}" for name in missing]
     report.lines += [line for name, tally in tallies.items() for line in _summary(name, tally)]
     if votes:  # all that agree equally often cannot be told apart: the most usual comes first

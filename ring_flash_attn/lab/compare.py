@@ -22,7 +22,7 @@ _WORDS = {"dk": "keys", "dv": "keys"}  # what the rows of a tensor are; rows els
 
 
 @dataclass(slots=True)
-class Verdict:
+class Judgement:
     """What is wrong with one result, and which mistakes it agrees with."""
 
     lines: list[str] = field(default_factory=list)
@@ -75,29 +75,29 @@ class Compare:
     tolerance: float = 1e-4
     hidden: bool = False  # some row may see nothing, at first or at all
 
-    def __call__(self, result: Any) -> Verdict:
+    def __call__(self, result: Any) -> Judgement:
         """Shapes and dtypes first, then numbers."""
         values = result if isinstance(result, (tuple, list)) else (result,)
-        verdict = Verdict()
+        judgement = Judgement()
         if len(values) != len(self.truth):
             names = ", ".join(self.truth)
-            verdict.lines.append(f"{len(values)} values returned; expected {names}")
-            return verdict
+            judgement.lines.append(f"{len(values)} values returned; expected {names}")
+            return judgement
         found = dict(zip(self.truth, values))
         for name, value in found.items():
             problem = self._unlike(name, value)
             if problem:
-                verdict.lines.append(problem)
-                verdict.votes.update(self._of_shape(name, value))
-        if verdict.lines:
-            return verdict
+                judgement.lines.append(problem)
+                judgement.votes.update(self._of_shape(name, value))
+        if judgement.lines:
+            return judgement
         found = {name: value.detach().double().cpu() for name, value in found.items()}
         wrong = [name for name in found if self._wrong(name, found[name]).any()]
         for name in wrong:
-            verdict.lines += self._words(name, found[name])
+            judgement.lines += self._words(name, found[name])
         if wrong:
-            verdict.named = partial(self._named, found, wrong)
-        return verdict
+            judgement.named = partial(self._named, found, wrong)
+        return judgement
 
     def _unlike(self, name: str, value: Any) -> str:
         true = self.truth[name]

@@ -152,6 +152,12 @@ def test_failures_in_words(old: str, new: str, words: str, pool: Ranks, tmp_path
     assert words in "\n".join(report.lines)
 
 
+def test_an_input_that_is_changed(pool: Ranks, tmp_path: Path) -> None:
+    source = answer(RIGHT[5]).replace("    scale = d**-0.5", "    q *= d**-0.5\n    scale = 1.0")
+    lines = report_on(pool, 5, source, tmp_path).lines
+    assert lines[1] == "  tiled_forward changes its argument 1 in place"
+
+
 def test_a_hole_in_a_kernel(pool: Ranks, tmp_path: Path) -> None:
     source = answer(RIGHT[7]).replace(
         "    i, b = tl", "    raise NotImplementedError('tile')\n    i, b = tl"
