@@ -204,6 +204,11 @@ MISTAKES = {
         "dK and dV travel with their keys. After the last step they are one hop from home: send "
         "them on once more.",
     ),
+    "strides": Mistake(
+        "strides ignored",
+        "a tensor that is not contiguous is read as if it were",
+        "Pass the strides to the kernel, or call .contiguous() before the launch.",
+    ),
     "zigzag": Mistake(
         "wrong zigzag half",
         "the wrong half of the queries or of the keys takes part",

@@ -122,7 +122,7 @@ def tiled_backward(q, k, v, out, lse, dout, causal):
                 at = torch.arange(rows)[r] + offset
                 key = torch.arange(keys)[c]
                 s = s.masked_fill(key[None, :] > at[:, None], -INF)
-            p = torch.exp(s - lse[:, r, None])
+            p = torch.exp(s - lse[:, r, None]).nan_to_num()
             dp = dout[:, r] @ v[:, c].mT
             ds = p * (dp - D[:, r, None])
             dq[:, r] += ds @ k[:, c] * scale
@@ -165,11 +165,13 @@ def kernel(Q, K, V, O, L, rows, keys, d, scale, CAUSAL: tl.constexpr, BQ: tl.con
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None] + tl.dot(p, v)
         m = new
+    total = tl.where(total == 0, 1.0, total)
     tl.store(O + b * rows * d + at, acc / total[:, None], mask=ok)
     tl.store(L + b * rows + r, m + tl.log(total), mask=r < rows)
 
 
 def triton_forward(q, k, v, causal):
+    q, k, v = (x.contiguous() for x in (q, k, v))
     batch, rows, d = q.shape
     out, lse = torch.empty_like(q), torch.empty_like(q[..., 0])
     block = triton.next_power_of_2(d)
@@ -189,6 +191,7 @@ def kernel(S, LSE, DP, D, P, DS, keys, n, BLOCK: tl.constexpr):
     ok = at < n
     row = at // keys
     p = tl.exp(tl.load(S + at, mask=ok, other=0.0) - tl.load(LSE + row, mask=ok, other=0.0))
+    p = tl.where(p == p, p, 0.0)
     ds = p * (tl.load(DP + at, mask=ok, other=0.0) - tl.load(D + row, mask=ok, other=0.0))
     tl.store(P + at, p, mask=ok)
     tl.store(DS + at, ds, mask=ok)
@@ -397,7 +400,7 @@ def standard_attention(q, k, v, causal):
     s = q @ k.mT * q.shape[2] ** -0.5
     if causal:
         s = s.masked_fill(torch.ones_like(s).triu(1 + k.shape[1] - q.shape[1]).bool(), -INF)
-    p = s.softmax(2)
+    p = s.softmax(2).nan_to_num()
     return p @ v, {"q": q, "k": k, "v": v, "p": p}
 """
 
@@ -492,6 +495,8 @@ PLANTED = [
     Planted(10, "inf_rows", "safe = lse.masked_fill(lse == -INF, 0.0)", "safe = lse"),
     Planted(9, "inf_rows", "s.masked_fill(key[None, :] > at[:, None], -INF)",
             "s.masked_fill(key[None, :] > at[:, None], -1e30)"),
+    Planted(7, "inf_rows", "tl.where(total == 0, 1.0, total)", "total"),
+    Planted(6, "inf_rows", ".nan_to_num()", ""),
     # base 2
     Planted(5, "base2", _NATURAL, "(m + torch.log(total)) / math.log(2)"),
     Planted(5, "base2", _NATURAL, "m + torch.log2(total)"),
@@ -526,7 +531,7 @@ PLANTED = [
     # D
     Planted(6, "unrounded", "dp - D[:, r, None]", "dp - DD[:, r]"),
     Planted(8, "unrounded", "D = (dout @ v.mT).contiguous(), (dout * out).sum(2)",
-            "D = (dout @ v.mT).contiguous(), (dout * (s.softmax(2) @ v)).sum(2)"),
+            "D = (dout @ v.mT).contiguous(), (dout * (s.softmax(2).nan_to_num() @ v)).sum(2)"),
     Planted(6, "no_d", "dp - D[:, r, None]", "dp"),
     # masks
     Planted(5, "edge", "key[None, :] > at[:, None]", "key[None, :] >= at[:, None]"),
@@ -554,6 +559,7 @@ PLANTED = [
     Planted(7, "tail", _TAIL, ""),
     Planted(7, "tail", _TAIL, "", 32),
     Planted(7, "tail", _TAIL, "", 64),
+    Planted(7, "strides", "(x.contiguous() for x in (q, k, v))", "q, k, v"),
     # GQA, sinks
     Planted(10, "group", ".sum(3) for", "[:, :, :, 0] for"),
     Planted(10, "group", ".sum(3) for", ".mean(3) for"),

@@ -72,6 +72,16 @@ def test_mistakes_are_named(each: Planted, pool: Ranks, tmp_path: Path) -> None:
     assert report.names == [MISTAKES[each.mistake].name], "\n".join(report.lines)
 
 
+def test_two_mistakes(pool: Ranks, tmp_path: Path) -> None:
+    """In two functions of one file."""
+    plants = [each for each in PLANTED if each.step == 10 and each.mistake in ("sinks", "scale_dk")]
+    source = answer(RIGHT[10])
+    for each in plants:
+        source = source.replace(each.old, each.new)
+    names = report_on(pool, 10, source, tmp_path).names
+    assert names == [MISTAKES["sinks"].name, MISTAKES["scale_dk"].name]
+
+
 def test_every_mistake_of_the_list_is_planted() -> None:
     named = {
         "rescale", "edge", "base2", "scale_dk", "scale_twice", "dq_twice", "maximum", "inf_rows",
