@@ -61,6 +61,19 @@ def test_base_2_inside_passes(pool: Ranks, tmp_path: Path) -> None:
     assert report_on(pool, 6, answer(two) + "\nU = math.log2(math.e)\n", tmp_path).lines == []
 
 
+FILES = Path(suspects.__file__).parent
+
+
+@pytest.mark.parametrize("name", [path.name for path in (FILES / "solutions").glob("e*.py")])
+def test_our_solutions_pass_and_exercises_are_holes(name: str, pool: Ranks) -> None:
+    number = int(name[1:3])
+    (report,) = pool.run(_check, number, FILES / "solutions" / name)
+    assert report.lines == []
+    (report,) = pool.run(_check, number, FILES / "exercises" / name)
+    assert report.lines
+    assert all(" is not filled in yet: " in line for line in report.lines)
+
+
 # Wrong ones.
 
 
