@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from . import lab
 from .bench import bench, compare
 from .diff import diff
 from .draw import draw
@@ -72,6 +73,12 @@ app = typer.Typer(
 )
 for command in (verify, info, draw, tune, replay, bench, compare, ring, profile, diff, report):
     app.command(cls=Command)(command)
+
+_lab = typer.Typer(name="lab", invoke_without_command=True, callback=lab.lab)
+_lab.command(cls=Command)(lab.start)
+_lab.command(cls=Command)(lab.run)
+_lab.command(cls=Command)(lab.check)
+app.add_typer(_lab)
 
 
 def _show_versions(wanted: bool) -> None:

@@ -117,6 +117,13 @@ WRONG = {
     "report FILE -o FOLDER": "--output: cannot write",
     "tune --dtype int8": "'--dtype': unknown dtype 'int8'",
     "tune --headdim 0": "'--headdim'",
+    "lab nonsense": "No such command 'nonsense'",
+    "lab check": "Missing argument 'N'",
+    "lab check 99": "step 99: there are steps 1 to 16",
+    "lab check 16": "step 16 (What Hopper adds) has no exercise",
+    "lab check 4 --timeout 0": "--timeout must be positive",
+    "lab run 0": "step 0: there are steps 1 to 16",
+    "lab start FILE": "FILE is not a folder",
 }
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -185,6 +192,10 @@ QUICK = [
     "info --dtype nonsense",
     "tune --nonsense",
     "report",
+    "lab",
+    "lab --help",
+    "lab check 99",
+    "lab check --help",
     "diff missing.json missing.json",
 ]
 
