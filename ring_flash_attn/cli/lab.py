@@ -17,7 +17,7 @@ from .. import lab as course
 from ..bench.results import make_table
 from ..lab.check import LIMIT, exercise_path
 from ..lab.check import check as check_file
-from ..lab.registry import STEPS, Step, find_step
+from ..lab.registry import STEPS, LabStep, find_step
 from .console import print_lines, screen, status, usage_errors
 
 _PROGRESS = ".rfa-lab.json"
@@ -176,18 +176,18 @@ def check(
 # Files of the course, and what a learner has passed.
 
 
-def _exercise(step: Step) -> Path:
+def _exercise(step: LabStep) -> Path:
     return _FOLDER / "exercises" / step.exercise
 
 
-def _solution(step: Step) -> str:
+def _solution(step: LabStep) -> str:
     path = _FOLDER / "solutions" / step.exercise
     if not path.is_file():
         raise ValueError(f"step {step.number} ({step.title}) has no solution yet")
     return path.read_text("utf-8").rstrip()
 
 
-def _row(step: Step, folder: Path, progress: dict[str, Any]) -> tuple[str, ...]:
+def _row(step: LabStep, folder: Path, progress: dict[str, Any]) -> tuple[str, ...]:
     name = step.exercise if step.has_exercise else "to be read"
     if step.has_exercise and not _exercise(step).is_file():
         name = "no file yet"
@@ -201,7 +201,7 @@ def _row(step: Step, folder: Path, progress: dict[str, Any]) -> tuple[str, ...]:
     return str(step.number), step.title, step.teaches, name, state
 
 
-def _is_passed(step: Step, folder: Path, progress: dict[str, Any]) -> bool:
+def _is_passed(step: LabStep, folder: Path, progress: dict[str, Any]) -> bool:
     """Whether the file, as it is now, has passed."""
     last = progress.get(str(step.number), {})
     path = folder / step.exercise

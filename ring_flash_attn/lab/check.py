@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from .registry import Step, find_step
+from .registry import LabStep, find_step
 
 LIMIT = 120.0  # seconds for all cases of a step
 _GRACE = 30.0  # until the process is killed, if it does not end by itself
@@ -68,7 +68,7 @@ class Report:
             file.write(json.dumps({"report": asdict(self)}) + "\n")
 
 
-def exercise_path(step: Step, where: Path) -> Path:
+def exercise_path(step: LabStep, where: Path) -> Path:
     """The learner's file for a step, in a folder or itself; ValueError if there is none."""
     if not step.has_exercise:
         raise ValueError(f"step {step.number} ({step.title}) has no exercise: it is to be read")
