@@ -53,7 +53,7 @@ def measure(
     passes = PASSES if grad else (FORWARD,)
     trials = [_Trial(each) for each in find_all(names, workload, device)]
     samples: dict[tuple[str, str], Samples] = {}
-    _clear(device)
+    clear(device)
     with on_device(device):
         try:
             inputs = Inputs(workload, device, grad)
@@ -65,7 +65,7 @@ def measure(
                 report(f"preparing {each.implementation.name}")
                 each.attempt(partial(_prepare, each, inputs, graphs))
                 if each.failed is not None:
-                    _clear(device)
+                    clear(device)
             able = [each for each in trials if each.failed is None]
             works = {
                 (each.implementation.name, name): each.works[name]
@@ -78,7 +78,7 @@ def measure(
                 _find_errors([each for each in able if each.failed is None], inputs, report)
         except Exception as error:  # whatever it is: the next workload may do
             for each in trials:
-                each.failed = each.failed or _reason(error)
+                each.failed = each.failed or reason(error)
         finally:
             for each in trials:
                 each.works.clear()  # they hold the tensors, and the trial itself
@@ -113,17 +113,11 @@ class Inputs:
         return torch.autograd.grad(out, self.leaves, self.dout, retain_graph=retain_graph)
 
 
-@dataclass
-class _Trial:
-    """One implementation, until it fails."""
+@dataclass(kw_only=True)
+class Guard:
+    """What may fail, until it does: the reason is kept, and nothing runs any more."""
 
-    implementation: Implementation
-    attention: Attention | None = None  # for the workload
     failed: str | None = None  # why it cannot go on
-    note: str | None = None  # why there are no errors
-    works: dict[str, Work] = field(default_factory=dict)  # by pass
-    peaks: dict[str, int | None] = field(default_factory=dict)  # bytes, by pass
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)  # by tensor
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
         """What it returns; None if it fails or has failed before."""
@@ -131,7 +125,7 @@ class _Trial:
             try:
                 return work()
             except Exception as error:  # of any library
-                self.failed, self.attention = _reason(error), None
+                self.failed = reason(error)
         return None
 
     def guarded(self, work: Work) -> Work:
@@ -140,6 +134,25 @@ class _Trial:
             prepare = work.prepare
             return Prepared(lambda: self.guarded(self.attempt(prepare) or (lambda: None)))
         return lambda: self.attempt(work)
+
+
+@dataclass
+class _Trial(Guard):
+    """One implementation, until it fails."""
+
+    implementation: Implementation
+    attention: Attention | None = None  # for the workload
+    note: str | None = None  # why there are no errors
+    works: dict[str, Work] = field(default_factory=dict)  # by pass
+    peaks: dict[str, int | None] = field(default_factory=dict)  # bytes, by pass
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)  # by tensor
+
+    def attempt(self, work: Callable[[], Result]) -> Result | None:
+        """The same; one that has failed lets go of what it holds."""
+        found = super().attempt(work)
+        if self.failed is not None:
+            self.attention = None
+        return found
 
     def rows(
         self,
@@ -227,13 +240,14 @@ def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
     return replay
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """In one line; what ran out of memory begins with these words."""
     text = " ".join(str(error).split())
     memory = isinstance(error, torch.OutOfMemoryError)
     return f"{'out of memory' if memory else type(error).__name__}: {text}"
 
 
-def _clear(device: torch.device) -> None:
+def clear(device: torch.device) -> None:
     """Give back what is left of other workloads, or of a failure."""
     gc.collect()
     if device.type == "cuda":
@@ -251,7 +265,7 @@ def _noted(trials: Sequence[_Trial]) -> Iterator[None]:
         yield
     except Exception as error:  # of any library
         for each in trials:
-            each.note = f"no errors: {_reason(error)}"
+            each.note = f"no errors: {reason(error)}"
 
 
 def _find_errors(trials: Sequence[_Trial], inputs: Inputs, report: Report) -> None:

@@ -34,7 +34,7 @@ Missing = dict[str, str]  # files, and why they are missing
 Line = Mapping[str, str]
 _SECONDS = 900.0
 _LINES = 6  # of a tool's own words
-_NSYS = shlex.split(
+NSYS = shlex.split(
     "nsys profile --trace=cuda,nvtx,osrt --sample=none --cpuctxsw=none --force-overwrite=true "
     "--capture-range=cudaProfilerApi --capture-range-end=stop"
 )
@@ -86,7 +86,7 @@ def use_nsys(subject: Subject, folder: Path, report: Report) -> Missing:
     """Run Nsight Systems, if it is there."""
     path = folder / parts.NSYS
     output = f"--output={path.with_suffix('')}"
-    missing = _record([*_NSYS, output], subject, folder, report)
+    missing = _record([*NSYS, output], subject, folder, report)
     if missing:
         return missing
     try:

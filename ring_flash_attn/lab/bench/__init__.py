@@ -1,0 +1,1 @@
+"""The lab's benchmarks: attention alone, and a whole Transformer around it."""
