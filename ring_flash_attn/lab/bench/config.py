@@ -29,6 +29,12 @@ FP32, TF32, BF16 = PRECISIONS = ("fp32", "tf32", "bf16")
 _NEEDS = "needs Python 3.11 or later, which has tomllib; here, give the options themselves"
 
 
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """A decoder-only Transformer, but for its vocabulary."""
@@ -58,12 +64,6 @@ SIZES = {
 
 
 # From texts of the command line, or values of TOML.
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive whole number, not {value!r}")
-    return value
 
 
 def _parts(value: Any) -> Sequence[Any]:
@@ -122,17 +122,32 @@ def _read_by(read: Callable[[str, Any], Any], default: Any) -> Any:
     return field(default=default, metadata={"read": read})
 
 
+_A_FILE: Mapping[str, Any] = {"read": _path}
+
+
+def _keys(kind: type[Any]) -> list[str]:
+    """What can be set by an option, or in the file's table."""
+    return [each.name for each in fields(kind) if "read" in each.metadata]
+
+
+def _read(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of some fields, each as it should be; None stays where it is the default."""
+    known = {each.name: each for each in fields(kind)}
+    return {
+        name: value
+        if value is None and known[name].default is None
+        else known[name].metadata["read"](name, value)
+        for name, value in values.items()
+    }
+
+
 class _Config:
     """Reads each of its fields."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
-            if "read" in each.metadata and (value is not None or each.default is not None):
-                read = each.metadata["read"]
-                object.__setattr__(self, each.name, read(each.name, value))
-            elif "read" in each.metadata and value is not None:
-                object.__setattr__(self, each.name, each.metadata["read"](each.name, value))
+        values = {name: getattr(self, name) for name in _keys(type(self))}
+        for name, value in _read(type(self), values).items():
+            object.__setattr__(self, name, value)
 
     def settings(self) -> dict[str, Any]:
         """Plain values, for a file of results."""
@@ -156,7 +171,7 @@ class AttentionConfig(_Config):
     implementation: tuple[str, ...] = _read_by(_names(IMPLEMENTATIONS), IMPLEMENTATIONS)
     passes: int = _read_by(_integer, 100)
     device: str | None = _read_by(_device, None)
-    json: Path | None = _read_by(_path, None)
+    json: Path | None = field(default=None, metadata=_A_FILE)
 
     def workloads(self) -> list[Workload]:
         """Every cell of the tables: lengths within dimensions within dtypes."""
@@ -181,7 +196,12 @@ class ModelCase:
     passes: tuple[str, ...]
 
     def __str__(self) -> str:
-        words = (self.name, f"context {self.context}", self.precision, f"{self.attention} attention")
+        words = (
+            self.name,
+            f"context {self.context}",
+            self.precision,
+            f"{self.attention} attention",
+        )
         return ", ".join((*words, *["compiled"] * self.compile))
 
     @property
@@ -220,9 +240,9 @@ class ModelConfig(_Config):
     compile: bool = _read_by(_flag, False)
     repeats: int = _read_by(_integer, 10)
     device: str | None = _read_by(_device, None)
-    profile: Path | None = _read_by(_path, None)
-    memory_snapshot: Path | None = _read_by(_path, None)
-    json: Path | None = _read_by(_path, None)
+    profile: Path | None = field(default=None, metadata=_A_FILE)
+    memory_snapshot: Path | None = field(default=None, metadata=_A_FILE)
+    json: Path | None = field(default=None, metadata=_A_FILE)
     sizes: Mapping[str, ModelSize] = field(default_factory=dict)  # of the file
 
     def __post_init__(self) -> None:
@@ -238,6 +258,8 @@ class ModelConfig(_Config):
         for name in names:
             if name not in known:
                 raise ValueError(f"unknown size {name!r}; choose one of {', '.join(known)}")
+        if len(changes) == len(given) and self.size is None:
+            return {"own": ModelSize(**changes)}
         more = "".join(f" {name} {value}" for name, value in changes.items())
         return {name + more: replace(known[name], **changes) for name in names}
 
@@ -255,10 +277,6 @@ Config = TypeVar("Config", AttentionConfig, ModelConfig)
 _SECTIONS = {"attention": AttentionConfig, "model": ModelConfig}
 
 
-def _keys(kind: type[Any]) -> list[str]:
-    return [each.name for each in fields(kind) if each.name != "sizes"]
-
-
 def make_config(kind: type[Config], path: Path | None, given: Mapping[str, Any]) -> Config:
     """From the options that were `given` (None: not), then the file, then the defaults.
 
@@ -271,28 +289,23 @@ def make_config(kind: type[Config], path: Path | None, given: Mapping[str, Any])
 
 def _written(kind: type[Config], path: Path) -> dict[str, Any]:
     """What the file says about one benchmark; all of the file is checked."""
-    values = _load(path)
-    sizes = values.pop("sizes", {})
-    for section, each in _SECTIONS.items():
-        found = values.setdefault(section, {})
-        if not isinstance(found, Mapping):
-            raise ValueError(f"{path}: {section} must be a table: [{section}]")
-        found = {name.replace("-", "_"): value for name, value in found.items()}
-        _refuse(found, _keys(each), f"{path}: unknown key {{!r}} in [{section}]")
-        values[section] = found
-    _refuse(values, [*_SECTIONS, "sizes"], f"{path}: unknown table {{!r}}")
-    if not isinstance(sizes, Mapping):
-        raise ValueError(f"{path}: sizes must be tables: [sizes.NAME]")
+    tables = _load(path)
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise ValueError(f"{path}: {name} must be a table: [{name}]")
+    _refuse(tables, [*_SECTIONS, "sizes"], f"{path}: unknown table {{!r}}")
+    found: dict[type[Any], dict[str, Any]] = {}
     try:
-        own = {name: ModelSize(**size) for name, size in sizes.items()}
         for section, each in _SECTIONS.items():
-            more = {"sizes": own} if each is ModelConfig else {}
-            values[section] |= more
-            each(**values[section])
+            table = {key.replace("-", "_"): it for key, it in tables.get(section, {}).items()}
+            _refuse(table, _keys(each), f"unknown key {{!r}} in [{section}]")
+            found[each] = _read(each, table)
+        sizes = tables.get("sizes", {})
+        found[ModelConfig]["sizes"] = {name: ModelSize(**size) for name, size in sizes.items()}
     except (TypeError, ValueError) as error:
-        words = str(error).replace("ModelSize.__init__()", "a size")
+        words = str(error).replace("ModelSize.__init__()", "[sizes]:")
         raise ValueError(f"{path}: {words}") from None
-    return next(values[name] for name, each in _SECTIONS.items() if each is kind)
+    return found[kind]
 
 
 def _refuse(found: Mapping[str, Any], known: Sequence[str], message: str) -> None:
