@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .implementations import Attention
 
 _SCORES = 1 << 27  # entries of the fp64 matrices that are held at a time: 1 GiB each
+_NO_ROOM = ("CUDA out of memory", "CUDA error: out of memory")  # in errors of other kinds
 Report = Callable[[str], None]
 Result = TypeVar("Result")
 
@@ -243,7 +244,7 @@ def _capture(work: Work, stream: torch.cuda.Stream) -> Work:
 def reason(error: BaseException) -> str:
     """In one line; what ran out of memory begins with these words."""
     text = " ".join(str(error).split())
-    memory = isinstance(error, torch.OutOfMemoryError)
+    memory = isinstance(error, torch.OutOfMemoryError) or any(words in text for words in _NO_ROOM)
     return f"{'out of memory' if memory else type(error).__name__}: {text}"
 
 

@@ -16,6 +16,7 @@ from ..bench.results import (
     MISSING,
     ON_CPU,
     Row,
+    cell,
     check_output,
     make_table,
     mib,
@@ -47,6 +48,10 @@ bench = typer.Typer(
 )
 
 _MEMORY = "out of memory"
+_WAITS = (
+    "*: the GPU's time, with its work queued in advance; the host takes longer to queue it "
+    "(host_ms in the file), and a loop over such passes waits for the host."
+)
 _HEADINGS = {FORWARD: "forward", BOTH: "forward + backward", STEP: "whole step"}
 ConfigFile = Annotated[
     Path | None,
@@ -288,7 +293,7 @@ def _show_attention(console: Console, results: Results) -> None:
 
     def memory(row: Row | None) -> str:
         if row is not None and BEFORE_BACKWARD in row.values:  # even where backward fails
-            return mib(int(row.values[BEFORE_BACKWARD]))
+            return cell(row.values[BEFORE_BACKWARD], ".2f", per=2**20)
         return _cell(row, lambda row: MISSING)
 
     first = results.rows[0].workload
@@ -339,7 +344,7 @@ def _show_model(console: Console, results: Results) -> None:
         cells = [str(context)]
         for way in passes:
             each = rows.get(way)
-            cells.append(_cell(each, lambda row: f"{row.ms:.3f}"))
+            cells.append(_cell(each, lambda row: f"{row.ms:.3f}{_host_mark(row)}"))
             cells.append(_cell(each, lambda row: mib(row.peak_bytes)) if _ran(each) else "")
         last = rows.get(passes[-1])
         cells.append(_cell(last, lambda row: f"{row.tflops:.4g}") if _ran(last) else "")
@@ -353,9 +358,15 @@ def _show_model(console: Console, results: Results) -> None:
             "step: with AdamW.",
             "MiB: most memory at a time, with parameters, gradients and AdamW's state where there "
             "are any; n/a on the CPU. TFLOP/s: of the last pass.",
+            *[_WAITS] * any(map(_host_mark, results.rows)),
             *[ON_CPU] * (results.machine["kind"] == "cpu"),
         ],
     )
+
+
+def _host_mark(row: Row) -> str:
+    """Whether the host needs longer to queue the work than the GPU to do it."""
+    return "*" if row.ms is not None and row.values["host_ms"] > row.ms else ""
 
 
 def _ran(row: Row | None) -> bool:

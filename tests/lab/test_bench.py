@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner, Result
 
-from ring_flash_attn.bench.results import load
+from ring_flash_attn.bench.measure import reason
+from ring_flash_attn.bench.results import Row, load
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.lab_bench import bench
 from ring_flash_attn.lab.bench import attention, model
@@ -360,6 +361,11 @@ def test_out_of_memory_is_shown_in_its_cell_and_the_rest_goes_on(
     assert everything.exit_code == 1
 
 
+def test_a_compiler_that_runs_out_of_memory_is_out_of_memory() -> None:
+    assert reason(RuntimeError("InductorError: CUDA out of memory. Tried")).startswith("out of mem")
+    assert reason(RuntimeError("out of resource: shared memory")).startswith("RuntimeError")
+
+
 def test_what_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.where, "device", lambda: CPU)
     monkeypatch.setattr(attention.where, "interpreted", lambda: True)
@@ -475,6 +481,32 @@ def test_a_model_that_does_not_fit_says_so_and_the_next_is_measured(
     rows = model.measure_model(CASE, CPU, 1)
     assert all((row.failed or "").startswith("out of memory") for row in rows)
     assert run("model", *QUICK, "--context", "8", "--precision", "fp32").exit_code == 1
+
+
+def test_passes_that_wait_for_the_host_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(case: ModelCase, *_: Any) -> list[Row]:
+        sizes = {"model": case.name, "seqlen": 8, "precision": "fp32", "batch": 2, "vocab": 11}
+        return [
+            Row(
+                "lab model",
+                case.attention,
+                way,
+                {**sizes, "compile": False},
+                samples_ms=(2.0, 3.0, 4.0),
+                tflops=1.5,
+                peak_bytes=3 << 20,
+                values={"host_ms": 2.0 if way == "step" else 5.0},
+            )
+            for way in case.passes
+        ]
+
+    monkeypatch.setattr(model, "measure_model", measured)
+    options = ("--context", "8", "--precision", "fp32", "--attention", "ours")
+    result = run("model", *QUICK, *options)
+    assert result.exit_code == 0, result.output
+    (line,) = (line for line in result.output.splitlines() if line.split()[:1] == ["own"])
+    assert line.split()[4:] == ["3.000*", "3.0", "3.000*", "3.0", "3.000", "3.0", "1.5"]
+    assert "such passes waits for the" in result.output
 
 
 def test_precisions_are_what_their_names_say() -> None:

@@ -37,7 +37,7 @@ def make_attention(name: str, causal: bool, device: torch.device) -> Attention:
         compiled: Any = torch.compile(standard, dynamic=False)
         return compiled
     if name == OURS:
-        from ... import flash_attn_func
+        from ...api import flash_attn_func
 
         kernel = "auto" if device.type == "cuda" else "reference"  # and no interpreted one
 

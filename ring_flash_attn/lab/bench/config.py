@@ -1,8 +1,19 @@
 """What the lab's benchmarks measure: options of the command line, and of a TOML file.
 
-Each field has the name of its option, and of its key in the file: `[attention]` for one benchmark,
-`[model]` for the other, `[sizes.NAME]` for models of one's own. The command line wins over the
-file, and the file over the defaults. Importing it loads no torch.
+    [attention]                        # rfa lab bench attention --config FILE
+    seqlen = [256, 1024]
+    implementation = ["standard", "ours"]
+    [model]                            # rfa lab bench model --config FILE
+    size = ["small", "mine"]
+    precision = "bf16"
+    [sizes.mine]
+    d_model = 512
+    d_ff = 2048
+    layers = 8
+    heads = 8
+
+Each key has the name of its option. The command line wins over the file, and the file over the
+defaults. Importing it loads no torch.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def make_works(case: ModelCase, device: torch.device) -> dict[str, Work]:
     optimizer = AdamW(model.parameters(), lr=1e-4)
     call: Callable[[Tensor], Tensor] = model
     if case.compile:
-        torch.compiler.reset()  # of other sizes: after 8 torch would give up
+        torch.compiler.reset()  # after 8 sizes torch would give up, and run it uncompiled
         call = torch.compile(model, dynamic=False)
 
     def logits() -> Tensor:
@@ -111,6 +111,8 @@ def measure_model(
             if guard.failed is not None:
                 clear(device)
         works.clear()  # with the model
+    if case.compile:
+        torch.compiler.reset()  # what is compiled may hold parameters
     clear(device)
     return rows
 

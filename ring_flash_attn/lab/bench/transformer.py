@@ -1,6 +1,6 @@
 """A decoder-only Transformer, written out: RMSNorm, RoPE, SwiGLU, attention by choice, and AdamW.
 
-One block, with x the residual stream:
+One layer, with x the residual stream:
 
     x = x + attention(norm(x))        x = x + SwiGLU(norm(x))
 
@@ -103,7 +103,7 @@ def attend_standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def attend_ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The library's kernel: scores, softmax and value product in one launch."""
-    from ... import flash_attn_func
+    from ...api import flash_attn_func
 
     with named("scores, softmax and value product"):
         found: Any = flash_attn_func(q, k, v, causal=True)
@@ -133,7 +133,7 @@ class CausalSelfAttention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention, then SwiGLU; each reads a normed stream and adds to it."""
 
     def __init__(self, size: ModelSize, rope: RoPE, attention: str) -> None:
@@ -157,15 +157,15 @@ class Transformer(nn.Module):
         super().__init__()
         rope = RoPE(size.d_model // size.heads, context)
         self.embedding = nn.Embedding(vocab, size.d_model)
-        self.blocks = nn.ModuleList(Block(size, rope, attention) for _ in range(size.layers))
+        self.layers = nn.ModuleList(DecoderLayer(size, rope, attention) for _ in range(size.layers))
         self.norm = RMSNorm(size.d_model)
         self.logits = nn.Linear(size.d_model, vocab, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for layer in self.layers:
+            x = layer(x)
         found: Tensor = self.logits(self.norm(x))
         return found
 
