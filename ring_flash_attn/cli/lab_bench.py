@@ -75,6 +75,10 @@ def attention(
         str | None, typer.Option(help=f"Some of {','.join(IMPLEMENTATIONS)}; default all.")
     ] = None,
     passes: Annotated[int | None, typer.Option(min=1, help="Timed passes; default 100.")] = None,
+    seconds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Passes that take more in all are timed fewer times; 10."),
+    ] = None,
     device: o.Device = None,
     config: ConfigFile = None,
     json_file: o.JsonFile = None,
@@ -92,7 +96,7 @@ def attention(
     """
     given: dict[str, Any] = {"d_model": d_model, "seqlen": seqlen, "batch": batch, "dtype": dtype}
     given |= {"causal": causal, "implementation": implementation, "passes": passes}
-    given |= {"device": device, "json": json_file}
+    given |= {"seconds": seconds, "device": device, "json": json_file}
     with usage_errors():
         chosen = make_config(AttentionConfig, config, given)
         check_output(chosen.json)
@@ -107,7 +111,7 @@ def attention(
         (
             f"{SHORT_DTYPES[each.dtype]}, d_model {each.headdim}, seqlen {each.seqlen}",
             lambda report, each=each: measure_attention(
-                chosen.implementation, each, where, chosen.passes, report
+                chosen.implementation, each, where, chosen.passes, chosen.seconds, report
             ),
         )
         for each in workloads
@@ -317,8 +321,8 @@ def _show_attention(console: Console, results: Results) -> None:
     print_lines(
         console,
         [
-            f"Times: {passes} × the median pass; forward keeps what backward needs. One that is "
-            "far slower than the others runs fewer times.",
+            f"Times: {passes} × the median pass; forward keeps what backward needs. What would "
+            f"take more than {results.settings['seconds']} s is timed fewer times (--seconds).",
             "Memory: q, k, v, their output and its gradient, and all that waits for backward.",
             *[ON_CPU] * (results.machine["kind"] == "cpu"),
         ],

@@ -304,11 +304,24 @@ def test_attention_is_measured_and_written(tmp_path: Path) -> None:
     for row in found.rows:
         assert row.failed is None
         assert row.kind == "lab attention"
-        assert len(row.samples_ms) >= 3
+        assert len(row.samples_ms) == 3
         assert row.values["total_ms"] == pytest.approx(3 * (row.ms or 0))
         assert row.workload["causal"]
         assert row.tflops
         assert (row.passes == "backward") == ("before_backward_bytes" in row.values)
+
+
+def test_what_is_slow_is_timed_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Workload(1, 8, 1, 1, 4)
+    runs = {
+        seconds: [len(row.samples_ms) for row in rows]
+        for seconds in (1e-9, 100.0)
+        if (rows := attention.measure_attention(["standard"], workload, CPU, 12, seconds))
+    }
+    assert runs == {1e-9: [3, 3], 100.0: [12, 12]}
+    monkeypatch.setattr(Workload, "tensors", exhausted)
+    rows = attention.measure_attention(["standard", "ours"], workload, CPU, 12)
+    assert [(row.failed or "")[:13] for row in rows] == ["out of memory"] * 4
 
 
 def test_out_of_memory_is_shown_in_its_cell_and_the_rest_goes_on(

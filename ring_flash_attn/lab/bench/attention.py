@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...bench.measure import Guard, clear, reason
+from ...bench.measure import Guard, clear
 from ...bench.results import CANNOT, Row
 from ...bench.timing import Prepared, Samples, Stopwatch, Work, interleaved, on_device, synchronize
 from ...bench.workload import BACKWARD, FORWARD, Workload
@@ -19,6 +20,7 @@ from .config import COMPILED, OURS, STANDARD, TILED, TRITON
 
 KIND = "lab attention"
 BEFORE_BACKWARD = "before_backward_bytes"
+_FEWEST = 3  # runs of what takes very long
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # (batch, rows, d)
 Report = Callable[[str], None]
 
@@ -74,52 +76,44 @@ def measure_attention(
     workload: Workload,
     device: torch.device,
     passes: int = 100,
+    seconds: float = 10.0,
     report: Report = lambda line: None,
 ) -> list[Row]:
-    """Two rows for each implementation, which take turns; what fails says why, the rest go on.
+    """Two rows for each implementation; what fails says why, and the rest go on.
 
-    Forward passes keep what backward needs, as in training. One that is far slower than the others
-    runs fewer times than `passes`; `total_ms` is the time of `passes` runs of the median.
+    Forward passes keep what backward needs, as in training. If `passes` would take more than
+    `seconds`, fewer are timed; `total_ms` is the time of `passes` runs of the median.
     """
     if TRITON in names:
         where.device()  # without a GPU it asks for the interpreter, before anyone imports triton
-    trials = {name: _HeadTrial(name, device) for name in names}
-    samples: dict[tuple[str, str], Samples] = {}
     clear(device)
+    rows: list[Row] = []
     with on_device(device):
+        watch = Stopwatch(device)
         held = allocated(device)
-        try:
-            qkv, dout = workload.tensors(device)
-            leaves = [x[:, :, 0].detach().requires_grad_() for x in qkv]
-            for each in trials.values():
-                report(f"preparing {each.name}")
-                each.prepare(workload.causal, leaves, dout[:, :, 0], held)
-                clear(device)
-            works = {
-                (each.name, way): work
-                for way in (FORWARD, BACKWARD)
-                for each in trials.values()
-                if (work := each.works.get(way)) is not None
-            }
-            if works:
-                samples = interleaved(works, Stopwatch(device), passes, report)
-        except Exception as error:  # whatever it is: the next cell may do
-            for each in trials.values():
-                for guard in each.guards.values():
-                    guard.failed = guard.failed or reason(error)
-        finally:
-            for each in trials.values():
-                each.works.clear()  # they hold the tensors
-    return [row for each in trials.values() for row in each.rows(workload, passes, samples)]
+        making = Guard()
+        qkv, dout = making.attempt(lambda: workload.tensors(device)) or ((), None)
+        leaves = [x[:, :, 0].detach().requires_grad_() for x in qkv]
+        for name in names:
+            trial = _HeadTrial(name, device, making.failed)
+            if dout is not None:
+                report(f"preparing {name}")
+                trial.prepare(workload.causal, leaves, dout[:, :, 0], held)
+                report(f"timing {name}")
+                trial.time(watch, passes, seconds)
+            rows += trial.rows(workload, passes)
+            clear(device)
+    return rows
 
 
 class _HeadTrial:
     """One implementation: a guard for each pass, since backward may fail where forward runs."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, failed: str | None) -> None:
         self.name, self.device = name, device
-        self.guards = {FORWARD: Guard(), BACKWARD: Guard()}
+        self.guards = {FORWARD: Guard(failed=failed), BACKWARD: Guard(failed=failed)}
         self.works: dict[str, Work] = {}
+        self.samples: dict[str, Samples] = {}
         self.before_backward: int | None = None  # bytes
         self.peak: int | None = None
 
@@ -138,6 +132,10 @@ class _HeadTrial:
         def gradients(out: Tensor) -> object:
             return torch.autograd.grad(out, leaves, dout)
 
+        def prepared() -> Work:
+            out = run()
+            return lambda: gradients(out)
+
         def find_memory() -> None:
             run()  # compiles, and fills caches
             self.before_backward = memory_in_use(run, (*leaves, dout), self.device, held)
@@ -150,27 +148,25 @@ class _HeadTrial:
         clear(self.device)
         backward.failed = forward.failed
         backward.attempt(find_peak)
+        clear(self.device)
+        self.works = {FORWARD: run, BACKWARD: Prepared(prepared)}
 
-        def prepared() -> Work:
-            out = run()
-            return lambda: gradients(out)
+    def time(self, watch: Stopwatch, passes: int, seconds: float) -> None:
+        """Each pass that did not fail."""
+        for way, guard in self.guards.items():
+            work = self.works.pop(way, None)
+            if work is not None:
+                found = guard.attempt(partial(_time, way, work, watch, passes, seconds))
+                self.samples |= {way: found} if found else {}
 
-        works: dict[str, Work] = {FORWARD: run, BACKWARD: Prepared(prepared)}
-        self.works = {
-            way: guard.guarded(works[way])
-            for way, guard in self.guards.items()
-            if guard.failed is None
-        }
-
-    def rows(
-        self, workload: Workload, passes: int, samples: dict[tuple[str, str], Samples]
-    ) -> list[Row]:
+    def rows(self, workload: Workload, passes: int) -> list[Row]:
+        """Of both passes."""
         found = []
         for way, guard in self.guards.items():
             row: dict[str, Any] = {"failed": guard.failed}
             values: dict[str, float] = {}
-            if guard.failed is None:
-                runs = samples[self.name, way]
+            if way in self.samples:
+                runs = self.samples[way]
                 median = runs.median
                 values = {"total_ms": passes * median.device, "host_ms": median.host}
                 row["samples_ms"] = runs.device
@@ -181,6 +177,16 @@ class _HeadTrial:
                     values[BEFORE_BACKWARD] = self.before_backward
             found.append(Row(KIND, self.name, way, workload.to_dict(), values=values, **row))
         return found
+
+
+def _time(way: str, work: Work, watch: Stopwatch, passes: int, seconds: float) -> Samples:
+    """As many runs as wanted, if there is time for them; a few in any case."""
+    first = watch.time(work)
+    runs = max(_FEWEST, int(seconds * 1e3 / max(first.device, 1e-6)))
+    if runs >= passes:
+        return interleaved({way: work}, watch, passes, lambda line: None)[way]
+    timed = [watch.time(work, first.host) for _ in range(runs)]
+    return Samples(tuple(each.device for each in timed), tuple(each.host for each in timed))
 
 
 # Memory.

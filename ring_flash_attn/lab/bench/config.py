@@ -181,6 +181,7 @@ class AttentionConfig(_Config):
     causal: bool = _read_by(_flag, False)
     implementation: tuple[str, ...] = _read_by(_names(IMPLEMENTATIONS), IMPLEMENTATIONS)
     passes: int = _read_by(_integer, 100)
+    seconds: int = _read_by(_integer, 10)
     device: str | None = _read_by(_device, None)
     json: Path | None = field(default=None, metadata=_A_FILE)
 
