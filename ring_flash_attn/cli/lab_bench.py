@@ -55,7 +55,7 @@ _WAITS = (
 _HEADINGS = {FORWARD: "forward", BOTH: "forward + backward", STEP: "whole step"}
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="TOML file with tables [attention], [model], [sizes.NAME]."),
+    typer.Option("--config", help="TOML file with the tables attention, model, sizes.NAME."),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Sequences.")]
 
@@ -72,7 +72,7 @@ def attention(
     dtype: Annotated[str | None, typer.Option(help="Of q, k, v: fp32, bf16, fp16.")] = None,
     causal: o.Causal = None,
     implementation: Annotated[
-        str | None, typer.Option(help=f"Some of {','.join(IMPLEMENTATIONS)}; default all.")
+        str | None, typer.Option(help=f"Some of {', '.join(IMPLEMENTATIONS)}; default all.")
     ] = None,
     passes: Annotated[int | None, typer.Option(min=1, help="Timed passes; default 100.")] = None,
     seconds: Annotated[
@@ -123,7 +123,7 @@ def attention(
 @bench.command()
 def model(
     size: Annotated[
-        str | None, typer.Option(help=f"Some of {','.join(SIZES)}; default all.")
+        str | None, typer.Option(help=f"Some of {', '.join(SIZES)}; default all.")
     ] = None,
     d_model: Annotated[int | None, typer.Option(min=1, help="Instead of the size's own.")] = None,
     d_ff: Annotated[int | None, typer.Option(min=1, help="Likewise.")] = None,
@@ -135,13 +135,13 @@ def model(
     batch: Batch = None,
     vocab: Annotated[int | None, typer.Option(min=1, help="Tokens that there are; 10000.")] = None,
     precision: Annotated[
-        str | None, typer.Option(help=f"Some of {','.join(PRECISIONS)} (autocast); default all.")
+        str | None, typer.Option(help=f"Some of {', '.join(PRECISIONS)} (autocast); default all.")
     ] = None,
     attention_kind: Annotated[
-        str | None, typer.Option("--attention", help=f"{STANDARD},{OURS}; default both.")
+        str | None, typer.Option("--attention", help=f"{STANDARD}, {OURS}; default both.")
     ] = None,
     passes: Annotated[
-        str | None, typer.Option(help=f"Some of {','.join(MODEL_PASSES)}; default all.")
+        str | None, typer.Option(help=f"Some of {', '.join(MODEL_PASSES)}; default all.")
     ] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compile/--eager", help="Under torch.compile, or not.")
