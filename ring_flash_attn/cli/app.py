@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from . import lab
+from . import lab, lab_bench
 from .bench import bench, compare
 from .diff import diff
 from .draw import draw
@@ -78,6 +78,12 @@ _lab = typer.Typer(name="lab", invoke_without_command=True, callback=lab.lab)
 _lab.command(cls=Command)(lab.start)
 _lab.command(cls=Command)(lab.run)
 _lab.command(cls=Command)(lab.check)
+_bench = typer.Typer(
+    name="bench", no_args_is_help=True, help="Measure attention alone, and a Transformer with it."
+)
+_bench.command()(lab_bench.attention)  # their errors name keys of a TOML file, too
+_bench.command()(lab_bench.model)
+_lab.add_typer(_bench)
 app.add_typer(_lab)
 
 

@@ -42,11 +42,6 @@ if TYPE_CHECKING:
 
     from ..bench.results import Results
 
-bench = typer.Typer(
-    no_args_is_help=True,
-    help="Measure attention alone, and a Transformer with it.",
-)
-
 _MEMORY = "out of memory"
 _WAITS = (
     "*: the GPU's time, with its work queued in advance; the host takes longer to queue it "
@@ -60,7 +55,6 @@ ConfigFile = Annotated[
 Batch = Annotated[int | None, typer.Option(min=1, help="Sequences.")]
 
 
-@bench.command()
 def attention(
     d_model: Annotated[
         str | None, typer.Option(help="Dimensions of the head; default 16,32,64,128.")
@@ -120,7 +114,6 @@ def attention(
     raise typer.Exit(int(all(row.failed is not None for row in rows)))
 
 
-@bench.command()
 def model(
     size: Annotated[
         str | None, typer.Option(help=f"Some of {', '.join(SIZES)}; default all.")

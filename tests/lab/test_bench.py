@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from ring_flash_attn.bench.measure import reason
 from ring_flash_attn.bench.results import Row, load
 from ring_flash_attn.bench.workload import Workload
-from ring_flash_attn.cli.lab_bench import bench
+from ring_flash_attn.cli.app import app
 from ring_flash_attn.lab.bench import attention, model
 from ring_flash_attn.lab.bench.config import (
     IMPLEMENTATIONS,
@@ -48,7 +48,7 @@ needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(bench, arguments, env={"COLUMNS": "150"})
+    return CliRunner().invoke(app, ["lab", "bench", *arguments], env={"COLUMNS": "150"})
 
 
 def exhausted(*_: Any) -> Tensor:
@@ -263,9 +263,9 @@ def test_wrong_options_are_refused_before_anything_runs(
 def test_help_imports_no_torch() -> None:
     code = (
         "import sys\nfrom typer.testing import CliRunner\n"
-        "from ring_flash_attn.cli.lab_bench import bench\n"
+        "from ring_flash_attn.cli.app import app\n"
         "for command in ([], ['attention'], ['model']):\n"
-        "    assert CliRunner().invoke(bench, [*command, '--help']).exit_code == 0\n"
+        "    assert CliRunner().invoke(app, ['lab', 'bench', *command, '--help']).exit_code == 0\n"
         "print('torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
