@@ -17,6 +17,8 @@ from torch import Tensor
 from ring_flash_attn.lab import adapters
 from ring_flash_attn.lab.definition import attention
 
+pytestmark = pytest.mark.product(4)  # the others run in `make test-all`
+
 COURSE = (4, 128, 128, 64)  # batch, queries, keys, d
 CASES = [
     COURSE,

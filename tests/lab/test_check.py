@@ -15,6 +15,8 @@ from ring_flash_attn.lab.definition import attention
 from ring_flash_attn.lab.registry import STEPS
 from ring_flash_attn.lab.suspects import MISTAKES, Setting
 
+pytestmark = pytest.mark.product(4)  # the others run in `make test-all`
+
 
 def _check(rank: int, world_size: int, number: int, path: Path) -> Report:
     """In a process that interprets kernels."""
@@ -77,7 +79,7 @@ def test_our_solutions_pass_and_exercises_are_holes(name: str, pool: Ranks) -> N
 # Wrong ones.
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("each", PLANTED, ids=lambda each: f"{each.step}-{each.mistake}")
 def test_mistakes_are_named(each: Planted, pool: Ranks, tmp_path: Path) -> None:
     report = report_on(pool, each.step, planted(each), tmp_path)

@@ -18,6 +18,8 @@ from ranks import Ranks
 from ring_flash_attn import lab
 from ring_flash_attn.lab.registry import STEPS, LabStep, find_step
 
+pytestmark = pytest.mark.product(4)  # the others run in `make test-all`
+
 LAB = Path(lab.__file__).parent
 FILES = sorted((LAB / "steps").glob("s[0-9]*.py"))
 WITH_EXERCISE = [

@@ -18,6 +18,8 @@ from ring_flash_attn.lab import exercises
 from ring_flash_attn.lab.definition import attention, visible
 from ring_flash_attn.lab.registry import find_step
 
+pytestmark = pytest.mark.product(4)  # the others run in `make test-all`
+
 NUMBERS = (9, 10, 11, 13, 14, 15, 16)
 FUNCTIONS = {
     9: ("visible_blocks", "causal_forward"),
