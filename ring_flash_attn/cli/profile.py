@@ -49,7 +49,8 @@ def profile(
 
     Times against measured peaks and verdicts on them, a trace, the memory, all other
     implementations, and what Nsight Systems (nsys) and Nsight Compute (ncu --set full) find where
-    they are installed; what is left out is listed with the reason.
+    they are installed; what is left out is listed with the reason. Ranks are replayed in both
+    passes; --no-grad then shows the forward pass alone.
 
     \b
     rfa profile --preset llama3-8b

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from ...kernels.base import check_kernel, choose_kernel
-from ...plan.build import make_plan
 from ..implementations import find_implementation
 from ..measure import Inputs, make_works
 from ..replays.rank import LibraryRanks
-from ..replays.run import check_ranks, check_replay
+from ..replays.run import busiest_rank, check_ranks, check_replay
 from ..timing import Work
-from ..workload import BOTH, FORWARD, NONE, Placement, Workload, call_of, find_link, problem_of
+from ..workload import BOTH, FORWARD, NONE, Placement, Workload, call_of, find_link
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,6 @@ def make_subject(
     workload = replace(workload, seqlen=workload.seqlen * world_size)
     placement = check_replay(workload, placement, device)
     if rank is None:
-        problem = problem_of(workload, placement)
-        plans = (make_plan(placement.route, problem, each) for each in range(world_size))
-        rank = max(plans, key=lambda plan: (plan.pairs, plan.rank)).rank  # the last merges most
+        rank = busiest_rank(workload, placement)
     (rank,) = check_ranks([rank], world_size)
     return Subject(workload, placement, device, rank, grad)

@@ -88,7 +88,7 @@ class PersistentPool(Pool):
 class LibraryRanks:
     """This library's ranks; they share random data, buffers, and shards of one size.
 
-    The placement is resolved (`inputs.resolve`); `share` is a rank's own tokens, on one device.
+    The placement is resolved (`workload.resolve`); `share` is a rank's own tokens, on one device.
     """
 
     def __init__(self, workload: Workload, placement: Placement, device: torch.device) -> None:

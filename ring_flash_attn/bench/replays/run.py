@@ -167,7 +167,7 @@ def replay_ranks(
 
 
 def check_replay(workload: Workload, placement: Placement, device: torch.device) -> Placement:
-    """The placement with the library's choices made (`inputs.resolve`).
+    """The placement with the library's choices made (`workload.resolve`).
 
     Raises:
         ValueError: this makes no sense, or cannot be replayed.
