@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: Counter[str] = Counter()
     for item in items:
         product = item.get_closest_marker("product")
-        if product is not None:
+        if product is not None and item.get_closest_marker("gpu") is None:
             test = item.nodeid.partition("[")[0]
             if seen[test] % product.args[0]:
                 item.add_marker("slow")

@@ -113,6 +113,7 @@ def run(number: Number) -> None:
         step = find_step(number)
         if not (_FOLDER / "steps" / f"{step.module.rpartition('.')[2]}.py").is_file():
             raise ValueError(f"step {number} ({step.title}) has no file yet")
+        _check_triton(step)
     done = subprocess.run([sys.executable, "-c", _RUN, step.module])
     raise typer.Exit(1 if done.returncode else 0)
 
@@ -148,6 +149,7 @@ def check(
         if step.has_exercise and not _exercise(step).is_file() and not mine.is_file():
             raise ValueError(f"step {number} ({step.title}) has no exercise yet")
         path = exercise_path(step, folder)
+        _check_triton(step)
         progress = _load(path.parent)
     with status(console, f"checking {path.name}"):
         report = check_file(number, path, timeout)
@@ -171,6 +173,13 @@ def check(
     else:
         console.print("--hint says what may help.", markup=False)
     raise typer.Exit(1)
+
+
+def _check_triton(step: LabStep) -> None:
+    if step.is_triton:
+        from ..lab.device import check_interpreter
+
+        check_interpreter()
 
 
 # Files of the course, and what a learner has passed.

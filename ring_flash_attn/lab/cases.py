@@ -31,12 +31,12 @@ from torch import Tensor  # noqa: E402
 from . import suspects as sus  # noqa: E402
 from .compare import FLAT, HEADS, PACKED, PLAIN, Compare, Form, Judgement, same  # noqa: E402
 from .definition import attention  # noqa: E402
+from .registry import find_step  # noqa: E402
 from .suspects import INF, MISTAKES, Setting  # noqa: E402
 from .virtual import Stuck, run_ranks  # noqa: E402
 
 _MISTAKES = 2  # named at most
 _NAMED = 3  # wrong cases of a function that are compared with suspects
-_KERNELS = (1, 7, 8)  # exercises that have to be written in Triton
 
 
 class InputChanged(RuntimeError):
@@ -935,7 +935,7 @@ def run_cases(number: int, path: Path, tell: Callable[[str], None]) -> Report:
         report.lines = [f"{path.name} does not import: {in_file(error, path)}"]
         return report
     kernels = [x for x in vars(module).values() if type(x).__module__.startswith("triton.runtime")]
-    if number in _KERNELS and not kernels:
+    if find_step(number).is_triton and not kernels:
         report.lines = [f"{path.name} has no Triton kernel: this exercise asks for @triton.jit"]
         return report
     HERE = device() if kernels else torch.device("cpu")

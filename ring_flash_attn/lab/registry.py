@@ -21,6 +21,11 @@ class LabStep:
         return f"ring_flash_attn.lab.steps.s{self.number:02}_{self.slug}"
 
     @property
+    def is_triton(self) -> bool:
+        """Whether step and exercise are kernels."""
+        return self.number in (1, 7, 8)
+
+    @property
     def exercise(self) -> str:
         """The name of the file that the learner fills in."""
         return f"e{self.number:02}_{self.slug}.py"

@@ -25,10 +25,10 @@ def _check(rank: int, world_size: int, number: int, path: Path) -> Report:
     return run_cases(number, path, lambda case: None)
 
 
-def report_on(pool: Ranks, number: int, source: str, folder: Path) -> Report:
+def report_on(lab_pool: Ranks, number: int, source: str, folder: Path) -> Report:
     path = folder / f"e{number:02}_of_test.py"
     path.write_text(source)
-    (found,) = pool.run(_check, number, path)
+    (found,) = lab_pool.run(_check, number, path)
     assert isinstance(found, Report)
     return found
 
@@ -37,41 +37,41 @@ def report_on(pool: Ranks, number: int, source: str, folder: Path) -> Report:
 
 
 @pytest.mark.parametrize("number", RIGHT)
-def test_right_answers_pass(number: int, pool: Ranks, tmp_path: Path) -> None:
-    report = report_on(pool, number, answer(RIGHT[number]), tmp_path)
+def test_right_answers_pass(number: int, lab_pool: Ranks, tmp_path: Path) -> None:
+    report = report_on(lab_pool, number, answer(RIGHT[number]), tmp_path)
     assert report.lines == []
     assert report.passed
     assert report.cases >= 4
 
 
 @pytest.mark.parametrize(("number", "tile"), [(6, 5), (6, 64), (7, 8), (7, 64)])
-def test_other_tiles_pass(number: int, tile: int, pool: Ranks, tmp_path: Path) -> None:
-    assert report_on(pool, number, answer(RIGHT[number], tile), tmp_path).lines == []
+def test_other_tiles_pass(number: int, tile: int, lab_pool: Ranks, tmp_path: Path) -> None:
+    assert report_on(lab_pool, number, answer(RIGHT[number], tile), tmp_path).lines == []
 
 
-def test_base_2_inside_passes(pool: Ranks, tmp_path: Path) -> None:
+def test_base_2_inside_passes(lab_pool: Ranks, tmp_path: Path) -> None:
     """And tiles of one's own, from the last to the first."""
-    assert report_on(pool, 5, answer(BASE_2 + FUNCTION), tmp_path).lines == []
+    assert report_on(lab_pool, 5, answer(BASE_2 + FUNCTION), tmp_path).lines == []
     natural = RIGHT[7]
     two = natural.replace("tl.exp(", "tl.exp2(").replace("d**-0.5", "d**-0.5 * math.log2(math.e)")
     two = two.replace("m + tl.log(total)", "(m + tl.log2(total)) * 0.6931471805599453")
     assert two.count("exp2") == 2
-    assert report_on(pool, 7, answer(two), tmp_path).lines == []
+    assert report_on(lab_pool, 7, answer(two), tmp_path).lines == []
     two = RIGHT[6].replace(
         "torch.exp(s - lse[:, r, None])", "torch.exp2((s - lse[:, r, None]) * U)"
     )
-    assert report_on(pool, 6, answer(two) + "\nU = math.log2(math.e)\n", tmp_path).lines == []
+    assert report_on(lab_pool, 6, answer(two) + "\nU = math.log2(math.e)\n", tmp_path).lines == []
 
 
 FILES = Path(suspects.__file__).parent
 
 
 @pytest.mark.parametrize("name", [path.name for path in (FILES / "solutions").glob("e*.py")])
-def test_our_solutions_pass_and_exercises_are_holes(name: str, pool: Ranks) -> None:
+def test_our_solutions_pass_and_exercises_are_holes(name: str, lab_pool: Ranks) -> None:
     number = int(name[1:3])
-    (report,) = pool.run(_check, number, FILES / "solutions" / name)
+    (report,) = lab_pool.run(_check, number, FILES / "solutions" / name)
     assert report.lines == []
-    (report,) = pool.run(_check, number, FILES / "exercises" / name)
+    (report,) = lab_pool.run(_check, number, FILES / "exercises" / name)
     assert report.lines
     assert all(" is not filled in yet: " in line for line in report.lines)
 
@@ -81,19 +81,19 @@ def test_our_solutions_pass_and_exercises_are_holes(name: str, pool: Ranks) -> N
 
 @pytest.mark.product(8)
 @pytest.mark.parametrize("each", PLANTED, ids=lambda each: f"{each.step}-{each.mistake}")
-def test_mistakes_are_named(each: Planted, pool: Ranks, tmp_path: Path) -> None:
-    report = report_on(pool, each.step, planted(each), tmp_path)
+def test_mistakes_are_named(each: Planted, lab_pool: Ranks, tmp_path: Path) -> None:
+    report = report_on(lab_pool, each.step, planted(each), tmp_path)
     assert not report.passed
     assert report.names == [MISTAKES[each.mistake].name], "\n".join(report.lines)
 
 
-def test_two_mistakes(pool: Ranks, tmp_path: Path) -> None:
+def test_two_mistakes(lab_pool: Ranks, tmp_path: Path) -> None:
     """In two functions of one file."""
     plants = [each for each in PLANTED if each.step == 10 and each.mistake in ("sinks", "scale_dk")]
     source = answer(RIGHT[10])
     for each in plants:
         source = source.replace(each.old, each.new)
-    names = report_on(pool, 10, source, tmp_path).names
+    names = report_on(lab_pool, 10, source, tmp_path).names
     assert names == [MISTAKES["sinks"].name, MISTAKES["scale_dk"].name]
 
 
@@ -106,11 +106,11 @@ def test_every_mistake_of_the_list_is_planted() -> None:
     assert named <= {each.mistake for each in PLANTED} <= set(MISTAKES)
 
 
-def test_where_it_is_wrong(pool: Ranks, tmp_path: Path) -> None:
+def test_where_it_is_wrong(lab_pool: Ranks, tmp_path: Path) -> None:
     """A mistake in one tile: rows 16–31 × keys 0–15 of the first case, 32 × 32."""
     old = "s = qi @ kj.mT * scale\n"
     new = old + "            if i == 16 and j == 0: s = s + 3.0\n"
-    report = report_on(pool, 5, answer(TILED.replace(old, new) + FUNCTION), tmp_path)
+    report = report_on(lab_pool, 5, answer(TILED.replace(old, new) + FUNCTION), tmp_path)
     text = "\n".join(report.lines)
     assert "tiled_forward is wrong in " in report.lines[0]
     assert "full, 32 queries × 32 keys, d 32, tiles 16 × 16" in report.lines[0]
@@ -122,31 +122,31 @@ def test_where_it_is_wrong(pool: Ranks, tmp_path: Path) -> None:
     assert report.hints == [HINTS[5]]
 
 
-def test_a_pair_that_must_not_be_seen(pool: Ranks, tmp_path: Path) -> None:
+def test_a_pair_that_must_not_be_seen(lab_pool: Ranks, tmp_path: Path) -> None:
     wrong = answer(RIGHT[5].replace("key[None, :] > at[:, None]", "key > at[:, None] + 1"))
-    text = "\n".join(report_on(pool, 5, wrong, tmp_path).lines)
+    text = "\n".join(report_on(lab_pool, 5, wrong, tmp_path).lines)
     assert "query 0 sees key 1, which is hidden from it" in text
     strict = answer(RIGHT[11].replace("place[None, :] > place", "place[None, :] >= place"))
-    report = report_on(pool, 11, strict, tmp_path)
+    report = report_on(lab_pool, 11, strict, tmp_path)
     assert "does not see key" in "\n".join(report.lines)
     assert report.names == [MISTAKES["edge"].name]
 
 
-def test_which_rank_and_step(pool: Ranks, tmp_path: Path) -> None:
+def test_which_rank_and_step(lab_pool: Ranks, tmp_path: Path) -> None:
     """Rank 2 takes the keys of rank 1, which come in step 1, twice as seriously."""
     source = RIGHT[13].replace(
         "block(q, k, v, causal and source == rank)",
         "block(q * (2 if (rank, source) == (2, 1) else 1), k, v, causal and source == rank)",
     )
-    text = "\n".join(report_on(pool, 13, answer(source), tmp_path).lines)
+    text = "\n".join(report_on(lab_pool, 13, answer(source), tmp_path).lines)
     assert "4 ranks, 6 rows each, d 24, full" in text
     assert "ranks 2, rows 12–17 of 24" in text
     assert "rank 2, ring step 1 (keys of rank 1)" in text
 
 
-def test_blocks_in_words(pool: Ranks, tmp_path: Path) -> None:
+def test_blocks_in_words(lab_pool: Ranks, tmp_path: Path) -> None:
     wrong = RIGHT[9].replace("if not causal or start <= last", "if True")
-    text = "\n".join(report_on(pool, 9, answer(wrong), tmp_path).lines)
+    text = "\n".join(report_on(lab_pool, 9, answer(wrong), tmp_path).lines)
     assert "block (0, 1): rows 0–7 × keys 8–15 is visited, though all of it is hidden" in text
 
 
@@ -169,40 +169,40 @@ def test_blocks_in_words(pool: Ranks, tmp_path: Path) -> None:
         ("import math", "import math as", "does not import: line 2: SyntaxError"),
     ],
 )  # fmt: skip
-def test_failures_in_words(old: str, new: str, words: str, pool: Ranks, tmp_path: Path) -> None:
+def test_failures_in_words(old: str, new: str, words: str, lab_pool: Ranks, tmp_path: Path) -> None:
     source = answer(RIGHT[5])
     assert old in source
-    report = report_on(pool, 5, source.replace(old, new), tmp_path)
+    report = report_on(lab_pool, 5, source.replace(old, new), tmp_path)
     assert not report.passed
     assert words in "\n".join(report.lines)
 
 
-def test_an_input_that_is_changed(pool: Ranks, tmp_path: Path) -> None:
+def test_an_input_that_is_changed(lab_pool: Ranks, tmp_path: Path) -> None:
     source = answer(RIGHT[5]).replace("    scale = d**-0.5", "    q *= d**-0.5\n    scale = 1.0")
-    lines = report_on(pool, 5, source, tmp_path).lines
+    lines = report_on(lab_pool, 5, source, tmp_path).lines
     assert lines[1] == "  tiled_forward changes its argument 1 in place"
 
 
-def test_a_hole_in_a_kernel(pool: Ranks, tmp_path: Path) -> None:
+def test_a_hole_in_a_kernel(lab_pool: Ranks, tmp_path: Path) -> None:
     source = answer(RIGHT[7]).replace(
         "    i, b = tl", "    raise NotImplementedError('tile')\n    i, b = tl"
     )
-    assert report_on(pool, 7, source, tmp_path).lines == [
+    assert report_on(lab_pool, 7, source, tmp_path).lines == [
         "triton_forward is not filled in yet: tile"
     ]
 
 
-def test_torch_is_not_triton(pool: Ranks, tmp_path: Path) -> None:
+def test_torch_is_not_triton(lab_pool: Ranks, tmp_path: Path) -> None:
     source = answer(TILED).replace("tiled_forward", "triton_forward")
-    assert "has no Triton kernel" in report_on(pool, 7, source, tmp_path).lines[0]
+    assert "has no Triton kernel" in report_on(lab_pool, 7, source, tmp_path).lines[0]
 
 
-def test_ranks_that_wait_for_each_other(pool: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_wait_for_each_other(lab_pool: Ranks, tmp_path: Path) -> None:
     source = answer(RIGHT[13]).replace("k, v = recv((rank - 1)", "k, v = recv((rank + 1)")
-    text = "\n".join(report_on(pool, 13, source, tmp_path).lines)
+    text = "\n".join(report_on(lab_pool, 13, source, tmp_path).lines)
     assert "everybody waits, nobody sends: " in text
     source = answer(RIGHT[13]).replace("D = (dout", "D = nothing(dout")
-    text = "\n".join(report_on(pool, 13, source, tmp_path).lines)
+    text = "\n".join(report_on(lab_pool, 13, source, tmp_path).lines)
     assert "NameError: rank 0: name 'nothing' is not defined (line " in text
 
 

@@ -162,9 +162,9 @@ def _check(rank: int, world_size: int, module: str) -> None:
 
 
 @each_file
-def test_a_step_passes_its_check(pool: Ranks, path: Path) -> None:
-    """In the process of the pool, which interprets kernels: triton may be compiled in this one."""
-    pool.run(_check, find_step(int(path.stem[1:3])).module)
+def test_a_step_passes_its_check(lab_pool: Ranks, path: Path) -> None:
+    """In a process of the pool: triton may be compiled in this one."""
+    lab_pool.run(_check, find_step(int(path.stem[1:3])).module)
 
 
 @pytest.mark.slow
@@ -256,8 +256,8 @@ def _why_exercises_fail(rank: int, world_size: int, number: int) -> dict[str, li
 
 
 @each_exercise
-def test_exercises_raise_not_implemented(pool: Ranks, step: LabStep) -> None:
-    (found,) = pool.run(_why_exercises_fail, step.number)
+def test_exercises_raise_not_implemented(lab_pool: Ranks, step: LabStep) -> None:
+    (found,) = lab_pool.run(_why_exercises_fail, step.number)
     for name, errors in found.items():
         assert "NotImplementedError" in errors, f"{name}: {errors or 'returned'}"
 
@@ -289,5 +289,5 @@ def _check_with_solution(rank: int, world_size: int, number: int, names: list[st
 
 
 @pytest.mark.parametrize("step", list(filter(replaceable, WITH_EXERCISE)), ids=name_of)
-def test_a_solution_passes_the_check_of_its_step(pool: Ranks, step: LabStep) -> None:
-    pool.run(_check_with_solution, step.number, replaceable(step))
+def test_a_solution_passes_the_check_of_its_step(lab_pool: Ranks, step: LabStep) -> None:
+    lab_pool.run(_check_with_solution, step.number, replaceable(step))

@@ -92,6 +92,9 @@ def check() -> None:
                 assert error < limit, f"blocks of {n}, size {size}: {name} wrong by {error:.2e}"
 
 
+ROW = (0.5, 1.0, -1.0, 0.0, 3.0, 2.0, 1.5, -2.0, 2.5, 4.0, 0.0, 1.0)
+
+
 def history(row: Tensor, n: int) -> Iterator[tuple[Tensor, float, float, float]]:
     """Block, maximum, correction and sum after each block of one row."""
     blocks, old = row[None].split(n, dim=1), torch.tensor([-INF])
@@ -103,7 +106,7 @@ def history(row: Tensor, n: int) -> Iterator[tuple[Tensor, float, float, float]]
 
 def show() -> None:
     """The maximum moves, the sum is corrected; then how often each way reads the scores."""
-    row = torch.tensor([0.5, 1.0, -1.0, 0.0, 3.0, 2.0, 1.5, -2.0, 2.5, 4.0, 0.0, 1.0])
+    row = torch.tensor(ROW)
     print(f"{'block':>26} {'maximum':>9} {'correction':>11} {'sum':>8}")
     for block, m, correction, total in history(row, 3):
         scores = "  ".join(f"{x:4.1f}" for x in block.tolist())
