@@ -137,7 +137,7 @@ def model(
         str | None, typer.Option(help=f"Some of {', '.join(MODEL_PASSES)}; default all.")
     ] = None,
     compiled: Annotated[
-        bool | None, typer.Option("--compile/--eager", help="Under torch.compile, or not.")
+        bool | None, typer.Option("--compile/--eager", help="Each layer under torch.compile, or not.")
     ] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Timed runs; default 10.")] = None,
     device: o.Device = None,

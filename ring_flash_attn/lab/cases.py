@@ -10,6 +10,7 @@ import faulthandler
 import importlib.util
 import json
 import linecache
+import re
 import sys
 import traceback
 from collections import Counter
@@ -891,10 +892,13 @@ def load(path: Path) -> ModuleType:
 
 def in_file(error: BaseException, path: Path) -> str:
     """What went wrong, with the line of the learner's file."""
-    words = " ".join(str(error).split()) or "no message"
-    said = f"{type(error).__name__}: {words}"
+    name, words = type(error).__name__, " ".join(str(error).split()) or "no message"
+    said = f"{name}: {words}"
     if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: {type(error).__name__}: {error.msg}"
+        return f"line {error.lineno}: {name}: {error.msg}"
+    line, why = compiler_says(error)
+    if line:
+        return f"{name}: {why} (in the kernel: {line})"
     inner: BaseException | None = error
     while inner is not None:  # Triton's interpreter wraps what happens in a kernel
         frames = traceback.extract_tb(inner.__traceback__)
@@ -906,8 +910,19 @@ def in_file(error: BaseException, path: Path) -> str:
     return said
 
 
+def compiler_says(error: BaseException) -> tuple[str, str]:
+    """Of an error of Triton's compiler the line, above a caret, and the reason, below it."""
+    source, caret, why = str(error).rpartition("^")
+    if not caret or not type(error).__module__.startswith("triton.compiler"):
+        return "", ""
+    return source.rstrip().rpartition("\n")[2].strip(), " ".join(why.split())
+
+
 def root(error: BaseException) -> BaseException:
     """A hole inside of a kernel, whatever wraps it."""
+    hole = re.fullmatch(r"raise NotImplementedError\((.*)\)", compiler_says(error)[0])
+    if hole:
+        return NotImplementedError(hole[1].strip("'\""))
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, NotImplementedError):

@@ -202,7 +202,8 @@ def triton_backward(q, k, v, out, lse, dout, causal):
     scale = q.shape[2] ** -0.5
     s = q @ k.mT * scale
     if causal:
-        key, at = torch.arange(keys), torch.arange(rows) + keys - rows
+        key, at = (torch.arange(n, device=q.device) for n in (keys, rows))
+        at = at + keys - rows
         s = s.masked_fill(key[None, :] > at[:, None], -INF)
     dp, D = (dout @ v.mT).contiguous(), (dout * out).sum(2)
     p, ds = torch.empty_like(dp), torch.empty_like(dp)
@@ -548,7 +549,7 @@ PLANTED = [
     Planted(5, "offset", "offset = keys - rows", "offset = 0"),
     Planted(6, "offset", "offset = keys - rows", "offset = 0"),
     Planted(7, "offset", "offset = keys - rows", "offset = 0"),
-    Planted(8, "offset", "torch.arange(rows) + keys - rows", "torch.arange(rows)"),
+    Planted(8, "offset", "at = at + keys - rows", "at = at + 0"),
     Planted(9, "offset", "offset = rows_k - rows_q", "offset = 0"),
     Planted(10, "offset", " - (keys - rows)", ""),
     Planted(10, "window", "distance < -left", "distance <= -left"),

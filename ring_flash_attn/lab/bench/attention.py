@@ -20,7 +20,6 @@ from .config import COMPILED, OURS, STANDARD, TILED, TRITON
 
 KIND = "lab attention"
 BEFORE_BACKWARD = "before_backward_bytes"
-_FEWEST = 3  # runs of what takes very long
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # (batch, rows, d)
 Report = Callable[[str], None]
 
@@ -137,11 +136,13 @@ class _HeadTrial:
             return lambda: gradients(out)
 
         def find_memory() -> None:
-            run()  # compiles, and fills caches
+            if self.name != TILED:  # which compiles nothing, and takes long
+                run()  # compiles, and fills caches
             self.before_backward = memory_in_use(run, (*leaves, dout), self.device, held)
 
         def find_peak() -> None:
-            gradients(run())
+            if self.name != TILED:
+                gradients(run())
             self.peak = peak_in_use(lambda: gradients(run()), self.device, held)
 
         forward.attempt(find_memory)
@@ -180,12 +181,12 @@ class _HeadTrial:
 
 
 def _time(way: str, work: Work, watch: Stopwatch, passes: int, seconds: float) -> Samples:
-    """As many runs as wanted, if there is time for them; a few in any case."""
+    """As many runs as wanted, if there is time for them; one in any case."""
     first = watch.time(work)
-    runs = max(_FEWEST, int(seconds * 1e3 / max(first.device, 1e-6)))
+    runs = int(seconds * 1e3 / max(first.device, 1e-6))
     if runs >= passes:
         return interleaved({way: work}, watch, passes, lambda line: None)[way]
-    timed = [watch.time(work, first.host) for _ in range(runs)]
+    timed = [watch.time(work, first.host) for _ in range(runs)] or [first]
     return Samples(tuple(each.device for each in timed), tuple(each.host for each in timed))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -60,15 +60,16 @@ def make_works(case: ModelCase, device: torch.device) -> dict[str, Work]:
         tokens = torch.randint(case.vocab, (case.batch, case.context + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     optimizer = AdamW(model.parameters(), lr=1e-4)
-    call: Callable[[Tensor], Tensor] = model
-    if case.compile:
+    if case.compile:  # layer by layer: all are one piece of code, which is compiled once
         torch.compiler.reset()  # after 8 sizes torch would give up, and run it uncompiled
-        call = torch.compile(model, dynamic=False)
+        for layer in model.layers:
+            layer.compile(dynamic=False)
 
     def logits() -> Tensor:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.precision == BF16)
         with named("forward"), products_in(case.precision), autocast:
-            return call(inputs)
+            found: Tensor = model(inputs)
+            return found
 
     def forward() -> Tensor:
         with torch.no_grad():
