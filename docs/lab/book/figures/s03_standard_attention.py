@@ -29,7 +29,7 @@ def tensors_to_scale() -> Figure:
         ax.text(left + 6 + n / 2, n + 12, "P", ha="center", style="italic")
         ax.text(left + 6 + n / 2 - 1.5 * D, -16, f"{n} tokens", va="top", ha="center")
         left += n + 90
-    ax.set(xlim=(-10, left - 60), ylim=(-70, 575), aspect="equal")
+    ax.set(xlim=(-10, left - 60), ylim=(-70, 600), aspect="equal")
     ax.axis("off")
     return figure
 
