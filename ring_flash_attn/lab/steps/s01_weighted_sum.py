@@ -124,9 +124,12 @@ def check() -> None:
                 assert error < 1e-4, f"({rows}, {d}): {name} is wrong by {error:.2e}"
 
 
+SMALL = (6, 20, 4, 8)  # rows and columns of a matrix, and of its tiles
+
+
 def show() -> None:
     """The tiles of a small matrix; then what limits the kernel."""
-    rows, d, block_rows, block_d = 6, 20, 4, 8
+    rows, d, block_rows, block_d = SMALL
     print(f"x is ({rows}, {d}), a tile ({block_rows}, {block_d}). Digits: the program that has the")
     print("element. Dots: elements of a tile that do not exist, and must be masked.\n")
     for i in range(-(-rows // block_rows) * block_rows):

@@ -23,6 +23,8 @@ for sums, norms and losses. (The CPU's list is shorter.) We look through hooks, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,11 @@ FOUR_SUMS = (
     (torch.float32, torch.float16, False, 10.0021),
     (torch.float32, torch.float16, True, 10.0021),
 )
+
+
+def gap(x: float, dtype: torch.dtype) -> float:
+    """From x > 0 to its next larger neighbour: 2ᵉ⁻ᵐ."""
+    return float(torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(x)))  # eps is 2⁻ᵐ
 
 
 def accumulate(
@@ -101,10 +108,13 @@ def norm_errors(low: torch.dtype, spread: float, shift: float) -> list[float]:
 
 
 def check() -> None:
-    """The four sums to four digits; the dtypes; norms that are right in fp32 only."""
+    """The four sums, and where two of them end; the dtypes; norms that are right in fp32 only."""
     for *how, true in FOUR_SUMS:
         found = accumulate(*how)  # type: ignore[arg-type]
         assert round(found, 4) == true, f"{how}: {found:.4f}, not {true}"
+    for dtype in (torch.float16, torch.bfloat16):
+        end = accumulate(dtype, dtype, False, 4000)
+        assert gap(end / 2, dtype) < 2 * 0.01 < gap(end, dtype), f"{dtype} stops at {end}"
     for low in (torch.bfloat16, torch.float16):
         found_dtypes = dtypes_under_autocast(low)
         norm = torch.float32 if DEVICE.type == "cuda" else low
