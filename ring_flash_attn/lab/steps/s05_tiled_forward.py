@@ -137,6 +137,13 @@ class _Largest(TorchDispatchMode):
         return result
 
 
+def one_row() -> tuple[Tensor, Tensor, Tensor]:
+    """One query and 320 keys; later keys score higher."""
+    torch.manual_seed(5)
+    q, k, v = torch.randn(1, 1, 64), torch.randn(1, 320, 64), torch.randn(1, 320, 64)
+    return q, k * torch.linspace(0.2, 2.0, 320)[None, :, None], v
+
+
 def show() -> None:
     """How large the largest tensor is, and how one row's result settles."""
     d = 64
@@ -152,9 +159,7 @@ def show() -> None:
         print(f"{n:8} {sizes[0]:7} KiB {sizes[1]:7} KiB {sizes[2]:4} KiB")
     print("The tiles do not grow. The largest tensor of tiled attention is its own output.\n")
 
-    torch.manual_seed(5)
-    q, k, v = torch.randn(1, 1, d), torch.randn(1, 320, d), torch.randn(1, 320, d)
-    k *= torch.linspace(0.2, 2.0, 320)[None, :, None]  # later keys score higher
+    q, k, v = one_row()
     exact = attention(q, k, v)[0]
     print("One row, five tiles of 64 keys: the result so far, against the final one")
     for seen in range(64, 321, 64):

@@ -157,16 +157,24 @@ def check() -> None:
                     compare(case, a, b, tolerance)
 
 
+def moved(n: int, d: int, size: int, block: int | None) -> int:
+    """Bytes between memory and chip, one head; tiles of `block` queries, None: standard attention.
+
+    As if there were no cache.
+    """
+    rows, matrix = n * d * size, n * n * size
+    if block is None:
+        return 4 * rows + 4 * matrix  # q, k, v, out; S and P, each written and read
+    return 2 * rows + 2 * rows * triton.cdiv(n, block)  # every program reads all of k and v
+
+
 def show() -> None:
     """How much the kernel reads and writes, against standard attention; on a GPU, its time."""
     n, d, size = 4096, 64, 2
-    matrix, rows = n * n * size, n * d * size
     print(f"Bytes between memory and chip: {n} tokens, d = {d}, bf16, one head")
-    moved = 4 * rows + 4 * matrix  # q, k, v, out; S and P, each written and read
-    print(f"  standard             {moved >> 20:4} MiB")
+    print(f"  standard             {moved(n, d, size, None) >> 20:4} MiB")
     for block in (16, 64, 128, 256):
-        moved = 2 * rows + 2 * rows * (n // block)  # every program reads all of k and v
-        print(f"  tiles of {block:3} queries {moved >> 20:4} MiB")
+        print(f"  tiles of {block:3} queries {moved(n, d, size, block) >> 20:4} MiB")
     print("Larger tiles read k and v less often, until registers and shared memory are full.")
     if INTERPRETED:
         print("\nThis ran in the interpreter: right, and slow. Times need a GPU.")
