@@ -17,7 +17,7 @@ BLOCKS, SIZE, RESULT = 4, 0.9, 0.62
 
 def who_sums_what() -> Figure:
     """One colour for each program: its tiles, and what it adds to."""
-    figure, panels = plt.subplots(1, 3, figsize=(WIDTH, 2.75))
+    figure, panels = plt.subplots(1, 3, figsize=(WIDTH, 2.85))
     for ax, (kernel, products) in zip(panels, PRODUCTS.items()):
         by_row = "dK" not in products
         _tiles(ax, by_row)
@@ -28,7 +28,7 @@ def who_sums_what() -> Figure:
         ax.set_title(kernel.replace(" with", "\nwith") if " " in kernel else f"{kernel}\n")
         text = f"{len(products)} products:\n{' '.join(products[:2])}\n{' '.join(products[2:])}"
         ax.text(BLOCKS / 2, BLOCKS + 1.7, text, ha="center", va="top", fontsize=9)
-        ax.set(xlim=(-1.45, BLOCKS + 0.1), ylim=(BLOCKS + 4.1, -0.95), aspect="equal")
+        ax.set(xlim=(-1.45, BLOCKS + 0.1), ylim=(BLOCKS + 3.6, -0.95), aspect="equal")
         ax.axis("off")
     return figure
 

@@ -40,7 +40,7 @@ def padding() -> Figure:
     """Causal pairs of each document, and what padding adds to them."""
     lengths = BATCHES["1000, 37, 4000, 3155"]
     longest = max(lengths)
-    figure, panels = plt.subplots(1, len(lengths), figsize=(WIDTH, 1.75))
+    figure, panels = plt.subplots(1, len(lengths), figsize=(WIDTH, 1.65))
     for number, (ax, length) in enumerate(zip(panels, lengths)):
         for size, colour in ((longest, PALE), (length, RANKS[number])):
             ax.add_patch(plt.Polygon([(0, 0), (0, size), (size, size)], color=colour, lw=0))
@@ -48,6 +48,6 @@ def padding() -> Figure:
         ax.set_title(f"{length}")
         text = f"{share:.0%}" if share > 0.01 else f"{share:.2%}"
         ax.text(longest / 2, longest * 1.06, text, ha="center", va="top")
-        ax.set(xlim=(0, longest), ylim=(longest * 1.3, 0), aspect="equal")
+        ax.set(xlim=(0, longest), ylim=(longest * 1.22, 0), aspect="equal")
         ax.axis("off")
     return figure
