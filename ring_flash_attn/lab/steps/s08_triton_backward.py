@@ -54,6 +54,11 @@ from .s07_triton_forward import (  # noqa: E402
 )
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+PRODUCTS = {  # of one tile
+    "dq_kernel": ("S", "dP", "dQ"),
+    "dkdv_kernel": ("S", "dP", "dV", "dK"),
+    "dkdv_kernel with dq": ("S", "dP", "dV", "dK", "dQ"),
+}
 
 
 @triton.jit
@@ -216,8 +221,9 @@ def show() -> None:
     """What the two ways cost, and how exact they are; on a GPU, their time."""
     ways = {"two kernels": triton_backward, "one, atomics": atomic_backward}
     print("                products   dq in   writes of dq             order of sums")
-    print("  two kernels          7    bf16   one                      fixed")
-    print("  one, atomics         5    fp32   one for each key block   any\n")
+    one, other, both = map(len, PRODUCTS.values())
+    print(f"  two kernels          {one + other}    bf16   one                      fixed")
+    print(f"  one, atomics         {both}    fp32   one for each key block   any\n")
     for name, backward in ways.items():
         found = errors(backward, 100, 100, 32, True, torch.float32)
         print(f"  {name:12}   errors in fp32:", *(f"{x} {e:.0e}" for x, e in found.items()))

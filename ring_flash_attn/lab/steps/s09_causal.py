@@ -36,6 +36,12 @@ from torch import Tensor
 
 from ..definition import attention
 
+SHAPES = (  # queries, keys, and the blocks of both
+    (512, 512, 64, 64),
+    (256, 640, 64, 64),
+    (512, 512, 128, 32),
+)
+
 
 def visible_blocks(
     rows_q: int, rows_k: int, block_q: int, block_k: int, causal: bool
@@ -117,11 +123,7 @@ def picture(rows_q: int, rows_k: int, block_q: int, block_k: int) -> str:
 def show() -> None:
     """The blocks of three shapes; how many are left; what skipping saves."""
     print("█ no mask   ▒ mask   · skipped")
-    for rows_q, rows_k, block_q, block_k in (
-        (512, 512, 64, 64),
-        (256, 640, 64, 64),
-        (512, 512, 128, 32),
-    ):
+    for rows_q, rows_k, block_q, block_k in SHAPES:
         print(f"\n{rows_q} queries × {rows_k} keys, blocks {block_q} × {block_k}")
         print(picture(rows_q, rows_k, block_q, block_k))
 

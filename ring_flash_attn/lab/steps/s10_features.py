@@ -177,6 +177,19 @@ def check() -> None:
             close(f"{name}, window {window}, causal {causal}", a, b.detach())
 
 
+def cache_size(heads_k: int) -> float:
+    """MiB of k and v: 128k tokens, one layer, d 128, bf16."""
+    return 2 * 131072 * heads_k * 128 * 2 / 2**20
+
+
+def effect_of_sink(sink: float) -> tuple[float, float]:
+    """What it takes of the weight, and how long the output is; random data, mean over queries."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 256, 1, 64) for _ in range(3))
+    out, lse = grouped_forward(q, k, v, sinks=torch.tensor([sink]))
+    return (sink - lse).exp().mean().item(), out.norm(dim=-1).mean().item()
+
+
 def show() -> None:
     """The picture of a window, the bytes that GQA saves, and what a sink takes."""
     print("causal, window (4, 0): each query sees 5 keys")
@@ -190,19 +203,12 @@ def show() -> None:
 
     print("\nKV cache of 128k tokens and one layer, d 128, bf16")
     for heads_k in (32, 8, 1):
-        size = 2 * 131072 * heads_k * 128 * 2 / 2**20
-        print(f"  32 query heads, {heads_k:2} KV heads: {size:6.0f} MiB")
+        print(f"  32 query heads, {heads_k:2} KV heads: {cache_size(heads_k):6.0f} MiB")
 
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 256, 1, 64) for _ in range(3))
     print("\nwhat a sink takes of the softmax (random data, 256 keys, mean over queries)")
     for sink in (-2.0, 2.0, 5.0, 8.0):
-        sinks = torch.tensor([sink])
-        out, lse = grouped_forward(q, k, v, sinks=sinks)
-        share = (sinks[:, None] - lse).exp().mean()
-        print(
-            f"  sink {sink:4.0f}: {share:6.1%} of the weight, |out| {out.norm(dim=-1).mean():.3f}"
-        )
+        share, length = effect_of_sink(sink)
+        print(f"  sink {sink:4.0f}: {share:6.1%} of the weight, |out| {length:.3f}")
 
 
 def main() -> None:

@@ -39,6 +39,13 @@ from torch import Tensor
 
 from ..definition import attention
 
+EXAMPLE = (0, 5, 8, 12)  # cu_seqlens of documents of 5, 3, 4 tokens
+BATCHES = {  # lengths of documents
+    "4 × 2048": (2048,) * 4,
+    "1000, 37, 4000, 3155": (1000, 37, 4000, 3155),
+    "one of 8192, 31 of 512": (8192, *[512] * 31),
+}
+
 
 @dataclass(frozen=True)
 class WorkItem:
@@ -120,23 +127,18 @@ def check() -> None:
 
 def show() -> None:
     """The mask, the work items, and what padding would cost."""
-    cu_seqlens = [0, 5, 8, 12]
     print("documents of 5, 3, 4 tokens, causal: the digit is the document")
     for row in range(12):
-        number = sum(row >= end for end in cu_seqlens[1:])
-        line = [str(number) if cu_seqlens[number] <= key <= row else "·" for key in range(12)]
+        number = sum(row >= end for end in EXAMPLE[1:])
+        line = [str(number) if EXAMPLE[number] <= key <= row else "·" for key in range(12)]
         print("  " + " ".join(line))
     print("\nits work items with blocks of 4 queries")
-    for item in work_items(cu_seqlens, 4):
+    for item in work_items(EXAMPLE, 4):
         print(f"  queries {item.first:2} … {item.last - 1:2}   keys {item.begin} … {item.end - 1}")
 
     print("\n                                     rows                 causal pairs")
     print("documents                    padded    packed         padded        packed")
-    for name, lengths in (
-        ("4 × 2048", (2048,) * 4),
-        ("1000, 37, 4000, 3155", (1000, 37, 4000, 3155)),
-        ("one of 8192, 31 of 512", (8192, *[512] * 31)),
-    ):
+    for name, lengths in BATCHES.items():
         longest, count = max(lengths), len(lengths)
         pairs = [n * (n + 1) // 2 for n in lengths]
         print(
