@@ -40,6 +40,8 @@ from .. import definition
 
 INF = float("inf")
 Result = tuple[Tensor, Tensor]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+COUNTS = (2, 8, 32, 128)  # parts of the keys
 
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> Result:
@@ -107,33 +109,41 @@ def check() -> None:
                         assert error < 1e-5, f"{case}: {name} is wrong by {error:.2e}"
 
 
-def show() -> None:
-    """The weights of two halves; then what many merges cost in each dtype."""
+def lse_of_halves() -> tuple[Tensor, Tensor, Tensor]:
+    """Causal, 8 rows: the lse over keys 0–3, over keys 4–7, and over all."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 8, 16)
     first, second = (attention_part(q, *part) for part in parts_of(q, k, v, 2, True))
-    _, lse = merge(*first, *second)
-    print("Causal, 8 rows, keys 0–3 (░) and 4–7 (█): how much each half counts in each row.")
-    print(f"  {'row':>3} {'lse 0–3':>8} {'lse 4–7':>8} {'merged':>8}   weights")
-    for i in range(8):
-        ones = [x[1][0, i].item() for x in (first, second)]
-        share = round(20 * (second[1][0, i] - lse[0, i]).exp().item())
-        numbers = " ".join(f"{x:8.3f}" for x in (*ones, lse[0, i].item()))
-        print(f"  {i:3} {numbers}   {'░' * (20 - share)}{'█' * share}")
+    return first[1][0], second[1][0], merge(*first, *second)[1][0]
+
+
+def errors(count: int) -> list[float]:
+    """4096 keys in `count` parts: the error of out, by the dtype that it has between merges."""
+    torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 64) for n in (64, 4096, 4096))
     true, _ = definition.attention(q, k, v)
+    results, found = [attention_part(q, *part) for part in parts_of(q, k, v, count, False)], []
+    for dtype in DTYPES:
+        out, lse = results[0][0].to(dtype), results[0][1]
+        for other, other_lse in results[1:]:
+            merged, lse = merge(out.float(), lse, other, other_lse)
+            out = merged.to(dtype)
+        found.append(((out.double() - true).abs().max() / true.abs().max()).item())
+    return found
+
+
+def show() -> None:
+    """The weights of two halves; then what many merges cost in each dtype."""
+    print("Causal, 8 rows, keys 0–3 (░) and 4–7 (█): how much each half counts in each row.")
+    print(f"  {'row':>3} {'lse 0–3':>8} {'lse 4–7':>8} {'merged':>8}   weights")
+    for i, row in enumerate(torch.stack(lse_of_halves(), 1)):
+        share = round(20 * (row[1] - row[2]).exp().item())
+        numbers = " ".join(f"{x:8.3f}" for x in row.tolist())
+        print(f"  {i:3} {numbers}   {'░' * (20 - share)}{'█' * share}")
     print("\n4096 keys in parts, one merged after the other. Largest error of out, relative:")
     print(f"  {'parts':>5} {'fp32':>9} {'fp16':>9} {'bf16':>9}   (dtype of the running output)")
-    for count in (2, 8, 32, 128):
-        results = [attention_part(q, *part) for part in parts_of(q, k, v, count, False)]
-        errors = []
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            out, lse = results[0][0].to(dtype), results[0][1]
-            for other, other_lse in results[1:]:
-                merged, lse = merge(out.float(), lse, other, other_lse)
-                out = merged.to(dtype)
-            errors.append(((out.double() - true).abs().max() / true.abs().max()).item())
-        print(f"  {count:5} " + " ".join(f"{x:9.1e}" for x in errors))
+    for count in COUNTS:
+        print(f"  {count:5} " + " ".join(f"{x:9.1e}" for x in errors(count)))
     print("Each merge rounds the running output once more. So it is fp32 until the last step, and")
     print("so is the lse: an error ε of the lse is a factor exp(ε) of the output.")
 

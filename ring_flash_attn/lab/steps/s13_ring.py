@@ -8,8 +8,8 @@ sets of keys merge by their lse. So queries stay, and keys and values go around:
                it sends them to r + 1, and receives those of source − 1 from r − 1
                meanwhile it computes its queries against them, and merges
 
-After W steps everybody has seen everything; each shard made W − 1 hops. No rank ever holds more
-than two shards of (k, v): the one at work and the one on its way.
+After W steps everybody has seen everything; each shard made W − 1 hops. A rank needs room for two
+shards of (k, v): the one at work and the one on its way.
 
 Causal. source > rank: all these keys are later, nothing to do. source = rank: a causal tile. source
 < rank: no mask. (Step 14 does something about the ranks that have nothing to do.)
