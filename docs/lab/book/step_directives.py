@@ -1,6 +1,6 @@
 """What the prose asks of a step: its code, its output, its figures, its exercise; and mathematics.
 
-The step is the one that the page has its name from.
+The step is the one that the page has its name from. `file-code` shows code of other files.
 """
 
 from __future__ import annotations
@@ -55,6 +55,22 @@ class StepCode(_FromFile):
         return found
 
 
+class FileCode(_FromFile):
+    """A function or class of another file: its path in `ring_flash_attn/`, then its name.
+
+    `start-at` and `end-before` choose a part of it.
+    """
+
+    required_arguments = 2
+
+    def run(self) -> list[nodes.Node]:
+        """One block, under the file's name and the function's."""
+        file, name = self.arguments
+        path = LAB.parent / file
+        caption = f"{path.name}: {name}"
+        return self.include(path, "python", pyobject=name, dedent=None, caption=caption)
+
+
 class StepOutput(_FromFile):
     """What `rfa lab run` prints; `start-at` and `end-before` choose a part of it."""
 
@@ -105,6 +121,7 @@ def visit_block(self: Any, node: nodes.math_block) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.add_directive("step-code", StepCode)
+    app.add_directive("file-code", FileCode)
     app.add_directive("step-output", StepOutput)
     app.add_directive("step-exercise", StepExercise)
     app.add_directive("step-figure", StepFigure)

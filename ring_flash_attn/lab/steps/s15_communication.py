@@ -38,6 +38,7 @@ looks at it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...bench.results import Row, load
@@ -144,25 +145,22 @@ def measured(lengths: tuple[int, ...], file: str, **placement: object) -> dict[s
     return rows
 
 
-def show_measurements() -> None:
-    """What is stored, beside what the model says with the rate of the same kernel on one GPU."""
-    files = ring, replays = "ring_h200.json", "replays_h200.json"
-    if not all((RESULTS / file).is_file() for file in files):
-        print("\nstored measurements: only in a source checkout, under results/; none here")
-        return
-    print("\nreplays on one H200: a rank's real kernels and schedule, the other ranks and NVLink")
-    print("(450 GB/s) emulated; the slowest rank; rates from the same kernel on one rank's tokens")
-    print("                                         predicted ms          measured ms")
-    print("                                      compute   exposed        all   exposed")
-    for name, lengths, file, placement in (
-        ("contiguous", (65536,), ring, {"layout": "contiguous", "route": "ring"}),
-        ("zigzag", (65536,), ring, {"layout": "zigzag", "route": "ring"}),
-        ("stripe", (65536,), ring, {"layout": "stripe", "route": "ring"}),
-        ("zigzag, 1 hop a launch", (65536,), replays, {"sources_per_launch": 1}),
-        ("zigzag, 4 hops a launch", (65536,), replays, {"sources_per_launch": 4}),
-        ("5 documents, 1 hop", DOCUMENTS, replays, {"sources_per_launch": 1}),
-        ("5 documents, 4 hops", DOCUMENTS, replays, {"sources_per_launch": 4}),
-    ):
+REPLAYS = (  # name, documents, file, how the stream is spread
+    ("contiguous", (65536,), "ring_h200.json", {"layout": "contiguous", "route": "ring"}),
+    ("zigzag", (65536,), "ring_h200.json", {"layout": "zigzag", "route": "ring"}),
+    ("stripe", (65536,), "ring_h200.json", {"layout": "stripe", "route": "ring"}),
+    ("zigzag, 1 hop a launch", (65536,), "replays_h200.json", {"sources_per_launch": 1}),
+    ("zigzag, 4 hops a launch", (65536,), "replays_h200.json", {"sources_per_launch": 4}),
+    ("5 documents, 1 hop", DOCUMENTS, "replays_h200.json", {"sources_per_launch": 1}),
+    ("5 documents, 4 hops", DOCUMENTS, "replays_h200.json", {"sources_per_launch": 4}),
+)
+
+
+def replays() -> Iterator[tuple[str, str, float, float, Row]]:
+    """(name, passes, compute and exposed in ms as predicted, what is stored) of each replay."""
+    for name, lengths, file, placement in REPLAYS:
+        if not (RESULTS / file).is_file():
+            continue
         rows, pairs = measured(lengths, file, **placement), causal_pairs(*lengths)
         if len(rows) < 2:
             continue
@@ -170,9 +168,23 @@ def show_measurements() -> None:
         waits = 2 - 1 / 8 if name == "contiguous" else 1.0  # step 14
         found = both_passes(pairs, rates(pairs, base[0], base[1]), "nvlink4")
         for passes, (compute, exposed) in found.items():
-            seen = rows[passes].values.get("exposed_ms")
-            numbers = f"{compute * waits:10.2f} {exposed:9.2f} {rows[passes].ms or 0:10.2f}"
-            print(f"  {name:24} {passes:8}{numbers} {'–' if seen is None else f'{seen:.2f}':>9}")
+            yield name, passes, compute * waits, exposed, rows[passes]
+
+
+def show_measurements() -> None:
+    """What is stored, beside what the model says with the rate of the same kernel on one GPU."""
+    found = list(replays())
+    if not found:
+        print("\nstored measurements: only in a source checkout, under results/; none here")
+        return
+    print("\nreplays on one H200: a rank's real kernels and schedule, the other ranks and NVLink")
+    print("(450 GB/s) emulated; the slowest rank; rates from the same kernel on one rank's tokens")
+    print("                                         predicted ms          measured ms")
+    print("                                      compute   exposed        all   exposed")
+    for name, passes, compute, exposed, row in found:
+        seen = row.values.get("exposed_ms")
+        numbers = f"{compute:10.2f} {exposed:9.2f} {row.ms or 0:10.2f}"
+        print(f"  {name:24} {passes:8}{numbers} {'–' if seen is None else f'{seen:.2f}':>9}")
     print("Exposed is a difference of two measured times: it has their noise, and may be negative.")
     print("Faster than predicted? A short causal triangle, the base, runs below the full rate.")
 
@@ -193,21 +205,26 @@ of 128, causal; ms a call: forward kernel 13.73, backward kernel 37.11, NCCL sen
 merge 0.32. A hop fits behind a kernel."""
 
 
-def show_published() -> None:
-    """Figures of others, beside the model."""
-    print("\npublished: zhuzilin/ring-flash-attention, README at 8996282: 8 × H800 (200 GB/s), the")
-    print("same shape, flash-attn 2, NCCL; rates from its flash_attn row; ms = 1000 / (iter/s)")
-    print("                                     predicted   published")
+def published() -> Iterator[tuple[str, str, float, float]]:
+    """(name, passes, predicted ms, published ms) on 8 H800."""
     pairs = causal_pairs(65536)
     found = both_passes(pairs, rates(pairs, 13.5e-3, 51.7e-3), "nvlink-h800")
-    for name, waits, published in (
+    for name, waits, times in (
         ("contiguous: × (2 − 1/8)", 2 - 1 / 8, {"forward": 26.0, "both": 96.2}),
         ("zigzag", 1.0, {"forward": 15.9, "both": 57.5}),
         ("stripe", 1.0, {"forward": 18.2, "both": 62.5}),
     ):
         for passes, (compute, exposed) in found.items():
-            ms = compute * waits + exposed
-            print(f"  {name:24} {passes:8} {ms:11.1f} {published[passes]:11.1f}")
+            yield name, passes, compute * waits + exposed, times[passes]
+
+
+def show_published() -> None:
+    """Figures of others, beside the model."""
+    print("\npublished: zhuzilin/ring-flash-attention, README at 8996282: 8 × H800 (200 GB/s), the")
+    print("same shape, flash-attn 2, NCCL; rates from its flash_attn row; ms = 1000 / (iter/s)")
+    print("                                     predicted   published")
+    for name, passes, ms, theirs in published():
+        print(f"  {name:24} {passes:8} {ms:11.1f} {theirs:11.1f}")
     print(PUBLISHED)
 
 

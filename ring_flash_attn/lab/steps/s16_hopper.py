@@ -137,7 +137,13 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "triton" / "hopper"
+FLOPS, POWERS = 4096, 16  # of an SM in a clock: dense products in bf16, powers of two
 _SECTION = re.compile(r"^(\d+\. .+)$|^    read +(\w+\.py): (.+)$", re.MULTILINE)
+
+
+def clocks(d: int, queries: int = 64, keys: int = 128) -> tuple[float, float]:
+    """Of a block's two products in an SM's tensor cores, and of its powers of two."""
+    return 4 * d * queries * keys / FLOPS, queries * keys / POWERS
 
 
 def reading() -> list[tuple[str, str, list[str]]]:
@@ -188,7 +194,14 @@ def check() -> None:
 
 
 def show() -> None:
-    """What to read, by section, with line numbers."""
+    """What there is to overlap; then what to read, by section, with line numbers."""
+    print("clocks of an SM for a block of 64 queries × 128 keys")
+    print("head dimension   products   powers   in turn   at once")
+    for d in (64, 128, 256):
+        products, powers = clocks(d)
+        both = f"{products + powers:9.0f} {max(products, powers):9.0f}"
+        print(f"{d:14} {products:10.0f} {powers:8.0f} {both}")
+    print()
     print(FOLDER.relative_to(FOLDER.parents[3]).as_posix())
     last = ""
     for section, file, names in reading():
