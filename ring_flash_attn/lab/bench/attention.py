@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from .. import device as where
 from .config import COMPILED, OURS, STANDARD, TILED, TRITON
 
 KIND = "lab attention"
+_TILE = 256  # of tiles in PyTorch on a GPU: each one costs launches, and memory is no limit
 BEFORE_BACKWARD = "before_backward_bytes"
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # (batch, rows, d)
 Report = Callable[[str], None]
@@ -48,26 +48,39 @@ def make_attention(name: str, causal: bool, device: torch.device) -> Attention:
             return found[:, :, 0]
 
         return ours
-    function = _course_function(name, device)
-    return lambda q, k, v: function.apply(q, k, v, causal)
-
-
-def _course_function(name: str, device: torch.device) -> Any:
-    """The torch.autograd.Function that the course asks for."""
-    if name == TRITON:
-        interpreted = where.interpreted()
-        if device.type == "cpu" and not interpreted:
-            text = "Triton compiles for the GPU here; with TRITON_INTERPRET=1 it runs on the CPU"
-            raise NotImplementedError(text)
-        if device.type == "cuda" and interpreted:
-            raise NotImplementedError("TRITON_INTERPRET=1 would interpret it: unset it on a GPU")
-    kind = {TILED: "pytorch", TRITON: "triton"}[name]
+    if name == TILED:
+        return _tiled(causal, _TILE if device.type == "cuda" else 64)
+    interpreted = where.interpreted()
+    if device.type == "cpu" and not interpreted:
+        text = "Triton compiles for the GPU here; with TRITON_INTERPRET=1 it runs on the CPU"
+        raise NotImplementedError(text)
+    if device.type == "cuda" and interpreted:
+        raise NotImplementedError("TRITON_INTERPRET=1 would interpret it: unset it on a GPU")
     try:
-        adapters = import_module("ring_flash_attn.lab.adapters")
-        return getattr(adapters, f"get_flashattention_autograd_function_{kind}")()
+        from ..steps.s08_triton_backward import TritonAttention
     except ImportError as error:
-        text = f"ring_flash_attn.lab.adapters has no {name} attention here: {error}"
-        raise NotImplementedError(text) from None
+        raise NotImplementedError(str(error)) from None
+    return lambda q, k, v: TritonAttention.apply(q, k, v, causal)
+
+
+def _tiled(causal: bool, block: int) -> Attention:
+    """Steps 5 and 6, with tiles of `block` × `block`."""
+    from ..steps.s05_tiled_forward import tiled_forward
+    from ..steps.s06_backward import tiled_backward
+
+    class Tiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = tiled_forward(q, k, v, causal, block, block)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+            q, k, v, out, lse = ctx.saved_tensors
+            return tiled_backward(q, k, v, out, lse, grads[0], causal, block)
+
+    return Tiled.apply
 
 
 def measure_attention(

@@ -39,7 +39,6 @@ from torch import Tensor
 from ..definition import attention
 from .s05_tiled_forward import TiledAttention, compare, hidden, tiled_forward
 
-BLOCK = 64
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -62,17 +61,18 @@ def plain_backward(
 
 
 def tiled_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool
-) -> Gradients:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool,
+    block: int = 64,
+) -> Gradients:  # fmt: skip
     """dq, dk, dv. dout and out are like q; lse is (batch, queries); one tile of P at a time."""
     queries, keys, scale = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     D = (dout.float() * out.float()).sum(-1)  # (batch, queries)
-    for j in range(0, keys, BLOCK):
-        at_j = slice(j, j + BLOCK)
+    for j in range(0, keys, block):
+        at_j = slice(j, j + block)
         k_j, v_j = k[:, at_j].float(), v[:, at_j].float()
-        for i in range(0, queries, BLOCK):
-            at_i = slice(i, i + BLOCK)
+        for i in range(0, queries, block):
+            at_i = slice(i, i + block)
             q_i, do_i = q[:, at_i].float(), dout[:, at_i].float()
             s = q_i @ k_j.transpose(1, 2) * scale  # (batch, rows, columns)
             p = torch.exp(s - lse[:, at_i, None])
