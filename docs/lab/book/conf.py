@@ -1,4 +1,4 @@
-"""Sphinx's configuration of the book, for both languages: `build.py` says which, with -D language."""
+"""Sphinx's configuration of the book; `build.py` adds language, title and folder with -D."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ extensions = ["myst_parser", "step_directives"]
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 html_theme = "furo"
-html_title = project
 html_math_renderer = "mathml"
 html_static_path = ["static"]
 html_css_files = ["book.css"]
