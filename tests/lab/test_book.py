@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -205,6 +206,7 @@ _LOOK = """async () => {
     text.querySelectorAll('pre, code, math').forEach(each => each.remove());
     const wide = [...document.querySelectorAll('article pre, article table, div.math')].filter(
         each => each.scrollWidth > each.clientWidth);
+    const scrolls = 'pre, div.math, div.table-wrapper';
     const box = each => each.getBoundingClientRect();
     const link = document.querySelector('p.language a');
     return {
@@ -215,8 +217,9 @@ _LOOK = """async () => {
         text: text.textContent,
         stuck: wide.filter(each => !['auto', 'scroll'].includes(getComputedStyle(each).overflowX)
             && each.tagName !== 'TABLE').length,
-        beyond: [...document.querySelectorAll('article pre, div.math, article img')].filter(
-            each => box(each).right > innerWidth + 1).length,
+        beyond: [...document.querySelectorAll('article *')].filter(
+            each => box(each).right > innerWidth + 1 && !each.parentElement.closest(scrolls)
+        ).map(each => each.outerHTML.slice(0, 80)),
         other: link.href,
         seen: box(link).top >= 0 && box(link).bottom < 200 && box(link).height >= 24,
         next: document.querySelector('.next-page')?.href,
@@ -264,6 +267,25 @@ def wrong_with(seen: dict[str, Any], language: str, page: str, width: int) -> It
         yield f"is neither light nor dark: {seen['background']}"
 
 
+def problems_of(folder: Path) -> list[str]:
+    """Of every page, in the dark on a phone, and in the light on a wide screen."""
+    problems = []
+    with start_browser() as browser:
+        inside = folder.as_uri()
+        for width, scheme in ((375, "dark"), (1200, "light")):
+            tab = Tab(browser, width, lambda url: url.startswith(inside), color_scheme=scheme)
+            for language, page in product(LANGUAGES, PAGES):
+                where = f"{language}/{page}.html"
+                tab.page.goto((folder / where).as_uri())
+                found = wrong_with(tab.page.evaluate(_LOOK), language, page, width)
+                problems += [f"{where} at {width}: {each}" for each in (*found, *tab.wrong)]
+                tab.wrong.clear()
+            tab.page.goto((folder / "index.html").as_uri())
+            tab.page.wait_for_url("**/en/index.html")
+            tab.context.close()
+    return problems
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_book_can_be_built_and_read(tmp_path: Path) -> None:
@@ -274,19 +296,5 @@ def test_the_book_can_be_built_and_read(tmp_path: Path) -> None:
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.rstrip().endswith(f"open {tmp_path / 'index.html'}")
-    problems = []
-    with start_browser() as browser:
-        inside = tmp_path.as_uri()
-        for width, scheme in ((375, "dark"), (1200, "light")):
-            tab = Tab(browser, width, lambda url: url.startswith(inside), color_scheme=scheme)
-            for language in LANGUAGES:
-                for page in PAGES:
-                    where = f"{language}/{page}.html"
-                    tab.page.goto((tmp_path / where).as_uri())
-                    found = wrong_with(tab.page.evaluate(_LOOK), language, page, width)
-                    problems += [f"{where} at {width}: {each}" for each in (*found, *tab.wrong)]
-                    tab.wrong.clear()
-            tab.page.goto((tmp_path / "index.html").as_uri())
-            tab.page.wait_for_url("**/en/index.html")
-            tab.context.close()
+    problems = problems_of(tmp_path)
     assert not problems, "\n".join(problems)
