@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := cli,report,test,dev,hf,triton
+EXTRAS := cli,report,test,dev,hf,triton,book
 PYTEST_ARGS ?=
 MINUTES ?= 30
 SEED ?=
@@ -12,7 +12,7 @@ SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all soak lint format clean help
+.PHONY: demo test test-all soak book lint format clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -31,6 +31,9 @@ test-all: test ## and then the slow ones: exhaustive products, long cases of the
 
 soak: $(STAMP) ## random calls, lost ranks, ever new packs, for MINUTES=30 from a SEED= (not in CI)
 	PYTHONPATH=tests:tests/helpers $(BIN)/python -m soak --minutes $(MINUTES) $(SEED:%=--seed %) $(SOAK_ARGS)
+
+book: $(STAMP) ## make the lab's book in build/book, in English and Chinese; says which file to open
+	$(BIN)/python docs/lab/book/build.py
 
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .

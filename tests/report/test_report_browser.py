@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import Tab, start_browser
 from reports import EVIL, FAST, SLOW, all_results, results, write_all
 
 from ring_flash_attn.report.page import make_page, page_data, plotly_script
 from ring_flash_attn.report.records import read, records
 from ring_flash_attn.report.schedules import scenes
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 pytest.importorskip("plotly", reason="needs plotly")
 
 pytestmark = pytest.mark.product(2)
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHARTS = ("throughput", "efficiency", "errors", "timelines")
 FIELDS = ("implementation", "shape", "device", "passes", "kind")
 
@@ -30,13 +28,8 @@ FIELDS = ("implementation", "shape", "device", "passes", "kind")
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """One for all tests."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        pytest.skip(f"needs a browser, of {', '.join(NAMES)}: `apt-get install chromium`")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    with start_browser() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-class Watched:
-    """A page, and what went wrong in it."""
+class Watched(Tab):
+    """The page, and what it shows."""
 
     def __init__(self, browser: Any, path: Path, width: int = 1400, **options: Any) -> None:
-        view = {"width": width, "height": 900}
-        self.context = browser.new_context(viewport=view, accept_downloads=True, **options)
-        self.page = self.context.new_page()
-        self.wrong: list[str] = []
         address = path.as_uri()
-        self.page.on("console", lambda message: self.wrong.append(message.text))
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.wrong.append(dialog.message))
-        self.page.on("request", lambda each: each.url == address or self.wrong.append(each.url))
+        super().__init__(browser, width, lambda url: url == address, **options)
         self.page.goto(address)
 
     def traces(self, section: str) -> list[list[int]]:

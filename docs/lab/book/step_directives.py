@@ -6,6 +6,7 @@ The step is the one that the page has its name from. `file-code` shows code of o
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,6 @@ from sphinx.directives.code import LiteralInclude
 
 ROOT = Path(__file__).parents[3]
 LAB = ROOT / "ring_flash_attn" / "lab"
-GENERATED = ROOT / "build" / "book" / "generated"
 
 
 def _from(source: str | Path, path: Path) -> str:
@@ -78,7 +78,8 @@ class StepOutput(_FromFile):
 
     def run(self) -> list[nodes.Node]:
         """One block."""
-        return self.include(GENERATED / f"{self.page}.txt", "text")
+        folder = Path(self.env.config.step_generated)
+        return self.include(folder / f"{self.page}.txt", "text")
 
 
 class StepExercise(_FromFile):
@@ -101,25 +102,33 @@ class StepFigure(Figure):
         if not self.options.get("alt"):
             raise self.error(f"figure {self.arguments[0]}: say what it shows, in :alt:")
         env = self.state.document.settings.env
-        path = GENERATED / f"{env.docname}_{self.arguments[0]}.svg"
+        folder = Path(env.config.step_generated)
+        path = folder / f"{env.docname}_{self.arguments[0]}.svg"
         self.arguments = [_from(env.srcdir, path)]
         return list(super().run())
 
 
+def _mathml(text: str, display: str) -> str:
+    """Browsers show it without a script. A prime stands as high as it is, not above that."""
+    prime = r"<msup>(<mi>[^<]*</mi>)<mi>(&#x02032;)</mi></msup>"
+    return re.sub(prime, r"<mrow>\1<mo>\2</mo></mrow>", convert(text, display=display))
+
+
 def visit_inline(self: Any, node: nodes.math) -> None:
-    """MathML: browsers show it without a script."""
-    self.body.append(convert(node.astext()))
+    """A formula in a line of text."""
+    self.body.append(_mathml(node.astext(), "inline"))
     raise nodes.SkipNode
 
 
 def visit_block(self: Any, node: nodes.math_block) -> None:
     """In a box that scrolls, should it be wider than the page."""
-    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    self.body.append(f'<div class="math">{_mathml(node.astext(), "block")}</div>')
     raise nodes.SkipNode
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
+    app.add_config_value("step_generated", "", "env")  # where build.py puts outputs and figures
     app.add_directive("step-code", StepCode)
     app.add_directive("file-code", FileCode)
     app.add_directive("step-output", StepOutput)
