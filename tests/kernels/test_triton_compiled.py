@@ -79,6 +79,7 @@ class Case:
     Attributes:
         registers: instead of those of the block sizes, if not 0.
         to_state: a step that is not the last one.
+        fp32: in place of bf16.
     """
 
     gpu: str
@@ -86,14 +87,21 @@ class Case:
     headdim: int
     registers: int = 0
     to_state: bool = False
+    fp32: bool = False
 
     def __str__(self) -> str:
-        return f"{self.gpu}-{self.kernel}-{self.headdim}" + "-to_state" * self.to_state
+        words = ["to_state"] * self.to_state + ["fp32"] * self.fp32
+        return "-".join([self.gpu, self.kernel, str(self.headdim), *words])
 
 
 CASES = [
     *(Case(gpu, kernel, d) for gpu in GPUS for kernel in LOOPS for d in HEADDIMS),
     *(Case("sm_90", "forward", d, to_state=True) for d in HEADDIMS),
+]
+FP32 = [
+    Case(gpu, kernel, d, fp32=True)
+    for gpu in ("sm_80", "sm_90")
+    for kernel, d in (("forward", 64), ("forward", 128), ("forward", 256), ("keys", 128))
 ]
 STARVED = Case("sm_90", "keys", 128, registers=96)
 
@@ -136,12 +144,12 @@ def _compile(case: Case) -> Code:
     from triton.compiler import ASTSource
 
     from ring_flash_attn.kernels.triton import backward, forward
-    from ring_flash_attn.kernels.triton.config import _HOPPER, _SMALL
+    from ring_flash_attn.kernels.triton.config import _FP32, _HOPPER, _SMALL
 
     kernel = getattr(forward if case.kernel == "forward" else backward, f"{case.kernel}_kernel")
     assert isinstance(kernel, triton.JITFunction), "interpreted"
-    tma = case.gpu in LARGE
-    blocks = (_HOPPER if tma else _SMALL)[case.kernel, case.headdim]
+    tma = case.gpu in LARGE and not case.fp32
+    blocks = (_FP32 if case.fp32 else _HOPPER if tma else _SMALL)[case.kernel, case.headdim]
     blocks = replace(blocks, registers=case.registers or blocks.registers)
     constants = {
         **FLAGS,
@@ -152,16 +160,18 @@ def _compile(case: Case) -> Code:
         "BLOCK_N": blocks.columns,
         "STAGES": blocks.stages,
     }
+    dtype = "*fp32" if case.fp32 else "*bf16"
     heights = {"q": blocks.rows, "k": blocks.columns, "v": blocks.columns, "dout": blocks.rows}
     matrices = {
-        f"{name}_mat": f"tensordesc<bf16[{rows},{case.headdim}]>" if tma else "*bf16"
+        f"{name}_mat": f"tensordesc<bf16[{rows},{case.headdim}]>" if tma else dtype
         for name, rows in heights.items()
     }
     target = GPUTarget(*GPUS[case.gpu])
     names = kernel.arg_names
     if case.to_state:
         constants["RESULT"] = False
-    signature = _signature(names, constants, POINTERS | matrices, target.backend == "hip")
+    pointers = {name: dtype if kind == "*bf16" else kind for name, kind in POINTERS.items()}
+    signature = _signature(names, constants, pointers | matrices, target.backend == "hip")
     options: dict[str, int] = {"num_warps": blocks.warps}
     if blocks.registers and target.backend == "cuda":
         options["maxnreg"] = blocks.registers
@@ -192,7 +202,7 @@ def _read_amd(compiled: Any) -> Code:
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[dict[Case, Future[Code]]]:
     with compilers() as pool:
-        yield {case: pool.submit(_compile, case) for case in [*CASES, STARVED]}
+        yield {case: pool.submit(_compile, case) for case in [*CASES, *FP32, STARVED]}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -210,6 +220,17 @@ def test_compiled(compiled: dict[Case, Future[Code]], case: Case) -> None:
     assert not code.overwritten
     if case.gpu == "sm_90":  # one product does not wait for the other
         assert code.counts["WARPGROUP.ARRIVE"] * 2 < code.counts["HGMMA"]
+
+
+@pytest.mark.parametrize("case", FP32, ids=str)
+def test_fp32_uses_the_registers_that_there_are(
+    compiled: dict[Case, Future[Code]], case: Case
+) -> None:
+    """Few of the multiply-adds wait for a number from the stack."""
+    code = compiled[case].result()
+    assert code.shared <= SHARED[case.gpu] * 1024
+    assert code.registers >= 160
+    assert code.counts["LDL"] * 4 < code.counts["FFMA"]
 
 
 @pytest.mark.parametrize("to_state", [False, True])
