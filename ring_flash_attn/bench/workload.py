@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..plan.layout import Span
 from ..plan.tiles import Mask, make_tile
+from .documents import Drawn
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +96,7 @@ class Workload:
     window: tuple[int, int] = (-1, -1)
     dtype: str = "bfloat16"  # torch's name; short names and torch's objects will do
     cu_seqlens: tuple[int, ...] | None = None  # packed documents: offsets in the whole stream
+    drawn: Drawn | None = None  # how these were drawn, if they were
     seqlen_k: int | None = None  # of the keys, if there are more or fewer than queries
     cu_seqlens_k: tuple[int, ...] | None = None
     headdim_v: int | None = None  # of v and out, if it is not headdim
@@ -191,7 +193,8 @@ class Workload:
         """
         if self.cu_seqlens is None:
             return replace(self, seqlen=max(1, self.seqlen // world_size))
-        return replace(self, cu_seqlens=tuple(end // world_size for end in self.cu_seqlens))
+        offsets = tuple(end // world_size for end in self.cu_seqlens)
+        return replace(self, cu_seqlens=offsets, drawn=None)
 
     # What it comes to.
 
@@ -250,6 +253,8 @@ class Workload:
         values["window"] = list(self.window)
         if self.packed:
             values["lengths"] = list(self.lengths)
+        if self.drawn is not None:
+            values |= asdict(self.drawn)
         if self.cu_seqlens_k is not None:
             values["lengths_k"] = list(self.lengths_k)
         return {**values, **self.features}
@@ -261,6 +266,8 @@ class Workload:
         for side in ("", "_k"):
             if f"lengths{side}" in values:
                 known[f"cu_seqlens{side}"] = tuple(accumulate(values[f"lengths{side}"], initial=0))
+        if "documents" in values:
+            known["drawn"] = Drawn(*(values[each.name] for each in fields(Drawn)))
         return cls(**known)
 
 
