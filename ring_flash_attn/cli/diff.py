@@ -267,6 +267,10 @@ def _describe(row: Row) -> str:
     seen = "causal" if work.get("causal") else "full"
     if tuple(work.get("window", (-1, -1))) != (-1, -1):
         seen += f", window {work['window']}"
+    if "lengths" in work:
+        seen += f", {len(work['lengths'])} documents"
+    if "documents" in work:
+        seen += f" of {work['documents']}, seed {work.get('seed')}"
     what = f"{work.get('batch')} × {work.get('seqlen')}, {heads} × {work.get('headdim')}, {seen}"
     place = ", ".join(f"{name} {value}" for name, value in row.placement.items())
     parts = (f"{row.kind} {row.implementation} {row.passes}", f"{what}, {work.get('dtype')}", place)

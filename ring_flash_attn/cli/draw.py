@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..bench.documents import pack_of
 from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..draw.schedule import Schedule
@@ -34,6 +35,9 @@ def draw(
         int | None, typer.Option(min=1, help="Tokens, over all ranks; by default 16.")
     ] = None,
     cu_seqlens: o.CuSeqlens = None,
+    documents: o.Documents = None,
+    seed: o.Seed = None,
+    document_cap: o.DocumentCap = None,
     causal: Annotated[
         bool,
         typer.Option("--causal/--full", " /--no-causal", help="Queries see no later keys, or all."),
@@ -52,6 +56,7 @@ def draw(
     rfa draw zigzag
     rfa draw contiguous zigzag stripe --world-size 8 --seqlen 64 --svg schedules.svg
     rfa draw stripe --route all_gather --cu-seqlens 0,5,16 --backward
+    rfa draw zigzag flat_contiguous --documents magi --seed 43 --seqlen 65536
     """
     from ..draw.svg import draw_svg
     from ..draw.terminal import render
@@ -69,14 +74,16 @@ def draw(
         if seqlen is not None and cu_seqlens is not None:
             message = f"--seqlen {seqlen} and --cu-seqlens {cu_seqlens}: give one of them"
             raise ValueError(message)
+        tokens = 16 if seqlen is None else seqlen
+        offsets = None if cu_seqlens is None else parse_offsets(cu_seqlens)
         workload = Workload(
             batch=1,
-            seqlen=16 if seqlen is None else seqlen,
+            seqlen=tokens,
             nheads=nheads_k,
             nheads_k=nheads_k,
             causal=causal,
             window=(-1, -1) if window is None else parse_window(window),
-            cu_seqlens=None if cu_seqlens is None else parse_offsets(cu_seqlens),
+            **pack_of(tokens, offsets, documents, seed, document_cap),
         )
         lengths, stride = workload.lengths, heads_k_stride or nheads_k
         rest = (lengths, lengths, world_size, workload.mask, nheads_k, stride, sources)

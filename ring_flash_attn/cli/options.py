@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bench.documents import CAP, SEED, Histogram, find_histogram, histogram_names
 from ..bench.results import Limits
 from ..bench.workload import FORWARD_ONLY, LINKS, NONE, PRESETS, Workload, dtype_name
 from ..kernels.base import AUTO, NATIVE, kernel_names
@@ -55,6 +56,13 @@ def _parse_dtype(value: str) -> str:
         raise typer.BadParameter(str(error)) from None
 
 
+def _parse_documents(value: str) -> Histogram:
+    try:
+        return find_histogram(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def _kernel_choices() -> tuple[str, ...]:
     return (AUTO, NATIVE, *kernel_names())
 
@@ -91,6 +99,26 @@ Preset = Annotated[
 CuSeqlens = Annotated[
     str | None,
     typer.Option(help="Packed documents instead: offsets in the whole stream, as 0,3104,65536."),
+]
+Documents = Annotated[
+    Histogram | None,
+    typer.Option(
+        parser=_parse_documents,
+        metavar="NAME|FILE",
+        help="Packed documents instead, drawn from a histogram of lengths: "
+        f"{', '.join(histogram_names())}, or a CSV file with the columns low,high,weight.",
+    ),
+]
+Seed = Annotated[int | None, typer.Option(help=f"Of --documents; {SEED}.")]
+Seeds = Annotated[
+    str | None,
+    typer.Option("--seed", help=f"Of --documents; or several, a pack each: 42,43,44; {SEED}."),
+]
+DocumentCap = Annotated[
+    float | None,
+    typer.Option(
+        help=f"No document of --documents is longer than this part of all tokens; {CAP:g}."
+    ),
 ]
 
 # How it is spread.
@@ -209,6 +237,17 @@ def parse_window(text: str) -> tuple[int, int]:
 def parse_offsets(text: str) -> tuple[int, ...]:
     """Of --cu-seqlens."""
     return _integers(text, f"--cu-seqlens must be whole numbers and commas, not {text!r}")
+
+
+def parse_seeds(text: str | None) -> tuple[int | None, ...]:
+    """Of --seed: each once; None alone where the user says nothing."""
+    if text is None:
+        return (None,)
+    message = f"--seed must be a whole number or several, as 42,43; not {text!r}"
+    seeds = tuple(dict.fromkeys(_integers(text, message)))
+    if min(seeds) < 0:  # now, not after the packs before it
+        raise ValueError(f"--seed {min(seeds)} must not be negative")
+    return seeds
 
 
 def _integers(text: str, message: str) -> tuple[int, ...]:

@@ -10,15 +10,16 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ..bench.replays.results import Design, Measured, Replay, replay_rows
+from ..bench.replays.results import Design, Measured, PackRates, Replay, pack_rates, replay_rows
 from ..bench.results import ON_CPU, cell, check_output, make_table
 from ..bench.workload import BACKWARD, BOTH, FORWARD, NONE, Link, find_link
 from ..kernels.base import AUTO, LIBRARIES
 from . import options
-from .console import screen, status, usage_errors, write
-from .options import parse_offsets
+from .console import Report, print_lines, screen, status, usage_errors, write
+from .options import parse_offsets, parse_seeds
 
 _MIB = 2**20
+_PASSES = (FORWARD, BACKWARD)  # of packs
 
 
 def replay(
@@ -33,6 +34,9 @@ def replay(
         int | None, typer.Option(min=1, help="Tokens of each rank; by default 8192.")
     ] = None,
     cu_seqlens: options.CuSeqlens = None,
+    documents: options.Documents = None,
+    seed: options.Seeds = None,
+    document_cap: options.DocumentCap = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     nheads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     nheads_k: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
@@ -71,9 +75,13 @@ def replay(
 ) -> None:
     """Run ranks of a group one at a time on this device, without the others, and time them.
 
+    Several packs of documents are measured one after the other; what counts of each is its slowest
+    rank.
+
     \b
     rfa replay --world-size 8 --layout zigzag --link nvlink4
     rfa replay --route all_gather --heads-k-stride 2 --cu-seqlens 0,24832,65536
+    rfa replay --nheads 64 --link nvlink4 --documents magi --seed 42,43,44,45,46 --json packs.json
     rfa replay --world-size 32 --rank 0 --rank 31 --link ib400 --svg timeline.svg
     rfa replay --seqlen 16384 --baseline --json replay.json
     """
@@ -85,10 +93,14 @@ def replay(
     with usage_errors():
         for path in (json_file, svg):
             check_output(path)
+        seeds = parse_seeds(seed)
+        if svg is not None and len(seeds) > 1:
+            raise ValueError(f"--svg {svg}: a timeline is of one pack; give one --seed, not {seed}")
         emulated = find_link(link, link_gbps, latency_us)
         where = find_device(device, "a replay")
-        with status(console, "replaying") as report:
-            found = run_replay(
+
+        def run(pack: int | None, report: Report) -> Replay:
+            return run_replay(
                 world_size=world_size,
                 ranks=rank,
                 layout=layout,
@@ -96,6 +108,9 @@ def replay(
                 kernel=kernel,
                 seqlen=seqlen,
                 cu_seqlens=None if cu_seqlens is None else parse_offsets(cu_seqlens),
+                documents=documents,
+                seed=pack,
+                document_cap=document_cap,
                 batch=batch,
                 nheads=nheads,
                 nheads_k=nheads_k,
@@ -111,34 +126,55 @@ def replay(
                 timeline=svg is not None or json_file is not None,
                 report=report,
             )
-    for line in explain(found):
-        console.print(line, markup=False)
-    for table in (*map(_table, found.designs), _costs(found)):
-        console.print(table)
-    for line in notes(found):
-        console.print(line, markup=False)
-    details = {"replays": {found.ours.name: found.to_dict()}}
-    rows = tuple(replay_rows(found))
+
+        with status(console, "replaying") as report:
+            found = [run(each, _of_pack(each, report)) for each in seeds]
+    print_lines(console, explain(found))
+    if len(found) == 1:
+        for table in (*map(_table, found[0].designs), _costs(found[0])):
+            console.print(table)
+    rates = () if documents is None else tuple(pack_rates(found, each) for each in _PASSES)
+    if rates:
+        console.print(_packs(found[0], rates))
+    print_lines(console, notes(found))
+    details: dict[str, Any] = {"replays": {each.name: each.to_dict() for each in found}}
+    if rates:
+        details["packs"] = {each.passes: each.to_dict() for each in rates}
+    rows = [row for each in found for row in replay_rows(each)]
     write(console, make_results(rows, where, {"repeats": repeats}, details=details), json_file)
     if svg is not None:
-        write(console, draw_timeline(found), svg)
+        write(console, draw_timeline(found[0]), svg)
 
 
-def explain(replay: Replay) -> Iterator[str]:
+def _of_pack(seed: int | None, report: Report) -> Report:
+    return report if seed is None else lambda line: report(f"seed {seed}: {line}")
+
+
+def explain(replays: Sequence[Replay]) -> Iterator[str]:
     """What was run, what was emulated, and what was not there."""
-    placement = replay.placement
+    first = replays[0]
+    placement, workload = first.placement, first.placement.describe(first.workload)
     yield (
         f"A replay of {placement}: ranks of {placement.world_size}, one at a time, on one device "
-        f"({replay.device}). No other rank is there."
+        f"({first.device}). No other rank is there."
     )
-    yield f"Each rank: {shard_sizes(placement.describe(replay.workload))}."
+    if len(replays) > 1:
+        del workload["lengths"]  # each pack has its own
+    yield f"Each rank: {shard_sizes(workload)}."
+    if (drawn := first.workload.drawn) is not None:
+        seeds = [str(each.workload.drawn.seed) for each in replays if each.workload.drawn]
+        yield (
+            f"Documents were drawn from {drawn.documents}, none longer than "
+            f"{drawn.document_cap:g} of all tokens; seed{'s' * (len(seeds) > 1)} "
+            f"{', '.join(seeds)}."
+        )
     if placement.sources_per_launch is not None and placement.world_size > 1:
         sources = placement.sources_per_launch
         others = "one other rank" if sources == 1 else f"up to {sources} other ranks"
         yield f"A launch takes the keys of {others}."
     yield "Kernels, merges, buffers and streams are a real rank's; what it receives is random data."
-    yield communication(replay.link)
-    yield f"Medians of {replay.repeats} interleaved rounds, in ms."
+    yield communication(first.link)
+    yield f"Medians of {first.repeats} interleaved rounds, in ms."
 
 
 def shard_sizes(workload: Mapping[str, Any]) -> str:
@@ -206,20 +242,50 @@ def _costs(replay: Replay) -> Table:
     return table
 
 
-def notes(replay: Replay) -> Iterator[str]:
+def _packs(replay: Replay, rates: Sequence[PackRates]) -> Table:
+    """A row for each pack, all of them, and the worst."""
+    replayed, world_size = len(replay.ours.ranks), replay.placement.world_size
+    slowest = f"the slowest of {world_size} ranks"
+    if replayed < world_size:
+        slowest = f"the slowest of {replayed} of {world_size} ranks"
+    texts, numbers = ["seed"], ["documents", "longest"]
+    for each in rates:
+        numbers += [f"{each.passes} ms", "TFLOP/s", "rank"]
+    table = make_table(texts, numbers, f"packs: {replay.ours.name}, {slowest}")
+    for packs in zip(*(each.packs for each in rates), strict=True):
+        cells = [str(packs[0].ndocuments), str(packs[0].longest)]
+        for pack in packs:
+            cells += [f"{pack.ms:.3f}", f"{pack.tflops:.4g}", str(pack.rank)]
+        table.add_row(str(packs[0].seed), *cells)
+    total, worst = [], []
+    for each in rates:
+        total += [f"{each.ms:.3f}", f"{each.tflops:.4g}", ""]
+        worst += [f"seed {each.worst.seed}", f"{each.worst.tflops:.4g}", ""]
+    table.add_row("all", "", "", *total, style="bold")
+    table.add_row("worst", "", "", *worst, style="bold")
+    return table
+
+
+def notes(replays: Sequence[Replay]) -> Iterator[str]:
     """How to read the columns."""
-    yield "base: the same kernel on one rank's own tokens, on one device; no mask: in full."
-    yield "eff.: world size × base / measured. full: the same with the base's pairs at the rate of "
-    yield "      'no mask'. exposed: ms with the link less ms with communication removed."
-    yield "MiB: most memory above inputs, outputs and gradients; n/a on the CPU."
-    if replay.device.startswith("cpu"):
+    first = replays[0]
+    if len(replays) == 1:
+        yield "base: the same kernel on one rank's own tokens, on one device; no mask: in full."
+        yield "eff.: world size × base / measured. full: the same with the base's pairs at the"
+        yield "      rate of 'no mask'. exposed: ms with the link less ms without communication."
+        yield "MiB: most memory above inputs, outputs and gradients; n/a on the CPU."
+    if first.workload.drawn is not None:
+        yield "packs: ms of the slowest rank, backward what both passes take beyond forward;"
+        yield "       TFLOP/s per GPU: FLOPs of all ranks / (ranks × ms); all: of the sums."
+    if first.device.startswith("cpu"):
         yield ON_CPU
         return
-    for design in replay.designs:
-        bound = [str(each.rank) for each in design.ranks if each.measured.is_host_bound]
-        if bound:
-            yield (
-                f"{design.name}: the host took longer to queue the work of ranks "
-                f"{', '.join(bound)} than the device to do it. It had a lead here; a real rank "
-                "that has none waits for its host."
-            )
+    for each in replays:
+        for design in each.designs:
+            bound = [str(rank.rank) for rank in design.ranks if rank.measured.is_host_bound]
+            if bound:
+                yield (
+                    f"{design.name if len(replays) == 1 else each.name}: the host took longer to "
+                    f"queue the work of ranks {', '.join(bound)} than the device to do it. It had "
+                    "a lead here; a real rank that has none waits for its host."
+                )

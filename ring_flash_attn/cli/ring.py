@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..bench.documents import pack_of
 from ..bench.results import ON_CPU, Limits, Row, cell, check_output, make_table
 from ..bench.workload import FORWARD, Placement, Workload, find_link, rank_tokens
 from ..kernels.base import AUTO
@@ -70,6 +71,9 @@ def ring(
         ),
     ] = None,
     cu_seqlens: options.CuSeqlens = None,
+    documents: options.Documents = None,
+    seed: options.Seed = None,
+    document_cap: options.DocumentCap = None,
     nheads: Annotated[
         int | None, typer.Option(min=1, help="Query heads; 32, on the CPU 4.")
     ] = None,
@@ -108,6 +112,7 @@ def ring(
     rfa ring zigzag_ring_flash_attn_func 'stripe_*' --seqlen 16384 --no-grad
     rfa ring --world-size 8 --link nvlink4 --json ring.json
     rfa ring llama3_flash_attn_varlen_func --world-size 8 --cu-seqlens 0,3104,65536
+    rfa ring 'llama3_*' 'stripe_*' --world-size 8 --link nvlink4 --documents magi --seed 42
     rfa ring --kernel triton --kernel native --gate --min-speed 0.6 --max-memory 1.2
     torchrun --nproc_per_node 8 -m ring_flash_attn.cli ring --repeats 20
     """
@@ -123,13 +128,21 @@ def ring(
             world_size, device, backend, replay, link, timeout, repeats, not no_grad
         )
         limits = find_limits(gate, min_speed, max_memory, baseline, settings.device)
-        offsets = None if cu_seqlens is None else parse_offsets(cu_seqlens)
+        usual = _SIZES[settings.device.type]["seqlen"]
+        pack = pack_of(
+            settings.world_size * (usual if seqlen is None else seqlen),
+            None if cu_seqlens is None else parse_offsets(cu_seqlens),
+            documents,
+            seed,
+            document_cap,
+        )
+        offsets = pack.get("cu_seqlens")
         targets = choose_targets(
             names or (),
             _workload(settings, offsets, batch=batch, causal=bool(causal), dtype=dtype, **sizes),
             Placement(settings.world_size, heads_k_stride=heads_k_stride, link=settings.link),
             settings.device,
-            cu_seqlens=offsets,
+            **pack,
             layouts=layout or (),
             routes=route or (),
             kernels=kernels,

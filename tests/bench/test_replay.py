@@ -24,6 +24,7 @@ from ring_flash_attn.bench.replays.results import (
     Design,
     Measured,
     RankResult,
+    pack_rates,
     replay_rows,
 )
 from ring_flash_attn.bench.results import load
@@ -133,7 +134,7 @@ def test_several_sources_in_one_launch() -> None:
     assert (forward.launches, backward.launches) == (2, 3)
     assert (forward.posts, backward.posts) == (1, 4)
     assert list(forward.held) == ["K, V in flight"]
-    assert "A launch takes the keys of up to 3 other ranks." in list(explain(found))
+    assert "A launch takes the keys of up to 3 other ranks." in list(explain([found]))
 
 
 def test_bytes_of_queries_that_travel_backward() -> None:
@@ -289,6 +290,35 @@ def test_efficiency_and_rates() -> None:
     assert rates == [pytest.approx(0.2), pytest.approx(7 / 30)]
 
 
+def test_rates_of_packs_are_those_of_sums() -> None:
+    """Two packs on 2 ranks. The slowest backward is neither the slowest forward nor of both."""
+    one, two = (replay(**small(world_size=2, documents="magi", seed=seed)) for seed in (3, 4))
+    first = measured(9, 20, 10, 30), measured(1, 1, 12, 31), measured(1, 1, 2, 23)
+    second = (measured(4, 9),)
+    packs = []
+    for each, times in ((one, first), (two, second)):
+        ranks = tuple(RankResult(rank, 1, 1, (), time) for rank, time in enumerate(times))
+        packs.append(replace(each, ours=replace(each.ours, ranks=ranks)))
+    # of causal documents, 4 heads of 8: forward 4 · 8 FLOPs a pair, on each of 2 GPUs a half
+    flops = [4 * 4 * 8 * sum(n * (n + 1) // 2 for n in each.workload.lengths) / 2 for each in packs]
+    for passes, factor, times, slowest in (
+        (FORWARD, 1.0, (12, 4), (1, 0)),
+        (BACKWARD, 2.5, (21, 5), (2, 0)),
+    ):
+        found = pack_rates(packs, passes)
+        assert [each.seed for each in found.packs] == [3, 4]
+        assert tuple(each.rank for each in found.packs) == slowest
+        assert tuple(each.ms for each in found.packs) == times
+        rates = [factor * own / ms / 1e9 for own, ms in zip(flops, times)]
+        assert [each.tflops for each in found.packs] == pytest.approx(rates)
+        assert found.tflops == pytest.approx(factor * sum(flops) / sum(times) / 1e9)
+        assert found.worst == min(found.packs, key=lambda pack: pack.tflops)
+        assert (found.packs[0].ndocuments, found.packs[0].longest) == (
+            len(one.workload.lengths),
+            max(one.workload.lengths),
+        )
+
+
 def test_one_device_works_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The base 4 times in a row, whole blocks of twice its pairs half as often; then per run."""
     runs: list[int] = []
@@ -376,6 +406,10 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
         ({"cu_seqlens": [0, 2]}, "cu_seqlens ends at 2: fewer tokens than 3 ranks"),
         ({"cu_seqlens": [0, 5, 20], "seqlen": 20}, "of the whole stream.* must end at 3 × 20 = 60"),
         ({"cu_seqlens": [0, 5], "batch": 2}, "batch 2: packed documents have batch 1"),
+        ({"documents": "magi", "cu_seqlens": [0, 60]}, "documents 'magi' and cu_seqlens 0,60"),
+        ({"documents": "abacus"}, "there is no file abacus"),
+        ({"documents": "magi", "batch": 2}, "batch 2: packed documents have batch 1"),
+        ({"seed": 42}, "seed 42: only for documents from a histogram"),
         ({"device": "abacus"}, "device .abacus. does not exist"),
         ({"repeats": 0}, "repeats must be positive"),
         ({"link": "string"}, "unknown link 'string'"),
@@ -404,7 +438,7 @@ def test_a_host_that_is_too_slow_is_named(found: Replay) -> None:
         ours = replace(found.ours, ranks=(slow, *fine))
         return replace(found, ours=ours, baseline=None, device="a GPU")
 
-    says = [list(notes(with_host(*host))) for host in ((4, 6), (4.5, 6), (4, 6.5))]
+    says = [list(notes([with_host(*host)])) for host in ((4, 6), (4.5, 6), (4, 6.5))]
     assert ["work of ranks 0 than" in lines[-1] for lines in says] == [False, True, True]
 
 
@@ -463,10 +497,69 @@ def test_the_command_without_communication() -> None:
     assert "n/a" in result.output
 
 
+def test_the_command_measures_several_packs(tmp_path: Path) -> None:
+    file = tmp_path / "packs.json"
+    histogram = tmp_path / "short.csv"
+    histogram.write_text("low,high,weight\n1,9,1\n")
+    packs = ("--documents", str(histogram), "--seed", "7,5,7", "--document-cap", "0.2")
+    result = rfa(*HERE, *packs, "--rank", "1", "--layout", "stripe", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    drawn = "Documents were drawn from short.csv, none longer than 0.2 of all tokens; seeds 7, 5."
+    assert drawn in result.output
+    assert "packs: stripe × ring × reference, the slowest of 1 of 2 ranks" in result.output
+    results = load(file)
+    replays = [Replay.from_dict(each) for each in results.details["replays"].values()]
+    assert [each.workload.drawn.seed for each in replays if each.workload.drawn] == [7, 5]
+    assert list(results.details["replays"]) == [each.name for each in replays]
+    assert [(row.workload["seed"], row.passes, row.placement["rank"]) for row in results.rows] == [
+        (seed, passes, 1) for seed in (7, 5) for passes in (FORWARD, BOTH)
+    ]
+    for row in results.rows:
+        assert sum(row.workload["lengths"]) == 32
+        assert max(row.workload["lengths"]) <= 6
+    lines = {line.split()[0]: line.split() for line in result.output.splitlines() if line.split()}
+    for at, passes in ((0, FORWARD), (1, BACKWARD)):
+        found, written = pack_rates(replays, passes), results.details["packs"][passes]
+        assert written == json.loads(json.dumps(found.to_dict()))
+        assert written["worst"]["tflops"] == min(each["tflops"] for each in written["packs"])
+        for pack in found.packs:
+            cells = lines[str(pack.seed)]
+            assert cells[1:3] == [str(pack.ndocuments), str(pack.longest)]
+            assert cells[3 + 3 * at : 6 + 3 * at] == [f"{pack.ms:.3f}", f"{pack.tflops:.4g}", "1"]
+        assert lines["all"][1 + 2 * at : 3 + 2 * at] == [f"{found.ms:.3f}", f"{found.tflops:.4g}"]
+        worst = ["seed", str(found.worst.seed), f"{found.worst.tflops:.4g}"]
+        assert lines["worst"][1 + 3 * at : 4 + 3 * at] == worst
+    same = CliRunner().invoke(app, ["diff", str(file), str(file)], env={"COLUMNS": "400"}).output
+    for each in replays:
+        assert f"{len(each.workload.lengths)} documents of short.csv, seed" in same
+    assert ("seed 7" in same, "seed 5" in same) == (True, True)
+
+
+def test_the_command_measures_one_pack(tmp_path: Path) -> None:
+    """Every rank is shown, as without documents; and the pack."""
+    result = rfa(*HERE, "--documents", "magi", "--svg", str(tmp_path / "timeline.svg"))
+    assert result.exit_code == 0, result.output
+    assert "none longer than 0.25 of all tokens; seed 42." in result.output
+    assert "packs: zigzag × ring × reference, the slowest of 2 ranks" in result.output
+    assert "rank 1" in result.output
+    assert "2 × base" in result.output
+    assert "packs" not in rfa(*HERE).output
+    ElementTree.parse(tmp_path / "timeline.svg")
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
         (("--link", "string"), "string"),
+        (("--documents", "abacus"), "'--documents': there is no file abacus, and no histogram but"),
+        (("--documents", "magi", "--cu-seqlens", "0,16"), "--documents 'magi' and --cu-seqlens 0,"),
+        (("--documents", "magi", "--seed", "4,x"), "--seed must be a whole number or several"),
+        (("--documents", "magi", "--seed", "4,-2"), "--seed -2 must not be negative"),
+        (("--documents", "magi", "--document-cap", "2"), "--document-cap 2 must be above 0"),
+        (("--documents", "magi", "--batch", "2"), "--batch 2: packed documents"),
+        (("--seed", "42"), "--seed 42: only for documents from a histogram"),
+        (("--document-cap", "0.5"), "--document-cap 0.5: only for documents from a histogram"),
+        (("--documents", "magi", "--seed", "1,2", "--svg", "x.svg"), "a timeline is of one pack"),
         (("--link", "ib400", "--link-gbps", "3"), "--link 'ib400' and --link-gbps 3: give"),
         (("--latency-us", "3"), "--latency-us 3 needs a link"),
         (("--link-gbps", "0"), "--link-gbps must be positive"),

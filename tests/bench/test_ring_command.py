@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 from ring_flash_attn.api.families import FAMILIES
 from ring_flash_attn.bench import machine
+from ring_flash_attn.bench.documents import find_histogram
 from ring_flash_attn.bench.ranks import Settings, Target, choose_targets, measure
 from ring_flash_attn.bench.replays import emulated
 from ring_flash_attn.bench.replays.results import Replay
@@ -257,6 +258,20 @@ def test_documents_of_any_length_are_timed(tmp_path: Path) -> None:
     assert failed.failed
 
 
+def test_documents_from_a_histogram_are_timed(tmp_path: Path) -> None:
+    file = tmp_path / "ring.json"
+    pack = ("--documents", "magi", "--seed", "3", "--document-cap", "0.5", "--no-grad")
+    result = rfa("stripe_flash_attn_varlen_func", *HERE, "--replay", *pack, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    (row,) = load(file).rows
+    check_row(row, 2)
+    lengths = find_histogram("magi").draw(24, 3, 0.5)
+    assert len(lengths) > 1
+    assert row.workload["lengths"] == list(lengths)
+    drawn = [row.workload[name] for name in ("documents", "seed", "document_cap")]
+    assert drawn == ["magi", 3, 0.5]
+
+
 def test_a_layout_and_route_that_no_function_is_named_after() -> None:
     (found,) = chosen(layouts=("stripe",), routes=("all_gather",))
     assert found.function.name == "ring_attention"
@@ -337,6 +352,11 @@ def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (("--cu-seqlens", "0,5,47"), "must end at 4 × 12 = 48"),
         (("llama3_*", "--cu-seqlens", "0,5,48", "--batch", "2"), "--batch 2: --cu-seqlens says"),
+        (("ring_flash_attn_func", "--documents", "magi"), "--documents magi: none of the"),
+        (("llama3_*", "--documents", "magi", "--batch", "2"), "--batch 2: --documents says"),
+        (("--documents", "magi", "--cu-seqlens", "0,48"), "documents 'magi' and cu_seqlens 0,48"),
+        (("--documents", "magi", "--seed", "1,2"), "Invalid value for '--seed'"),
+        (("--seed", "1"), "seed 1: only for documents from a histogram"),
         (("--heads-k-stride", "3"), "heads_k_stride"),
         (("ring_flash_attn_func", "--heads-k-stride", "1"), "no function gathers"),
         (("--nheads", "3"), "multiple"),

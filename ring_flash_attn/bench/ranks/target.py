@@ -10,6 +10,7 @@ import torch
 from ...api.families import Function
 from ...kernels.base import AUTO
 from ...plan.layout import FLAT_PREFIX
+from ..documents import Drawn
 from ..functions import find_functions, own_arguments
 from ..workload import Placement, Workload, refuse_kernels, resolve
 
@@ -60,6 +61,7 @@ def choose_targets(
     device: torch.device,
     *,
     cu_seqlens: tuple[int, ...] | None = None,
+    drawn: Drawn | None = None,
     layouts: Sequence[str] = (),
     routes: Sequence[str] = (),
     kernels: Sequence[str] = (AUTO,),
@@ -68,8 +70,8 @@ def choose_targets(
     """Functions, each with its workload, and its placement with the kernel that it gets.
 
     By default one for each layout and route; those that cannot run come last. The workload is of
-    functions for batches; packed ones get as many documents, or `cu_seqlens`. The others are
-    compared with the kernel `versus`, if there is one.
+    functions for batches; packed ones get as many documents, or `cu_seqlens`, which may have been
+    `drawn`. The others are compared with the kernel `versus`, if there is one.
 
     Raises:
         ValueError: an unknown name, an option without effect, or documents that no function takes.
@@ -77,16 +79,18 @@ def choose_targets(
     """
     points = _find_points(names, layouts, routes, cu_seqlens is not None)
     if cu_seqlens is not None:
-        text = ",".join(map(str, cu_seqlens))
+        option, text = "--cu-seqlens", ",".join(map(str, cu_seqlens))
+        if drawn is not None:
+            option, text = "--documents", drawn.documents
         if not any(packed for *_, packed in points):
-            raise ValueError(f"--cu-seqlens {text}: none of the functions is for documents")
+            raise ValueError(f"{option} {text}: none of the functions is for documents")
         if workload.batch != 1 and all(packed for *_, packed in points):
-            raise ValueError(f"--batch {workload.batch}: --cu-seqlens says how many documents")
+            raise ValueError(f"--batch {workload.batch}: {option} says how many documents")
     stride = placement.heads_k_stride
     if stride is not None and all(route != "all_gather" for _, _, route, _ in points):
         raise ValueError(f"--heads-k-stride {stride}: no function gathers keys")
     offsets = cu_seqlens or tuple(workload.seqlen * i for i in range(workload.batch + 1))
-    documents = replace(workload, batch=1, cu_seqlens=offsets)
+    documents = replace(workload, batch=1, cu_seqlens=offsets, drawn=drawn)
     found: dict[str, Target] = {}  # by name: two kernels may be the same one
     reasons: dict[str, list[str]] = {}  # by kernel; "": it can
     for function, layout, route, packed in points:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
 from ..results import REPLAY, Row
-from ..workload import BOTH, FLOPS, FORWARD, Link, Placement, Workload
+from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, Link, Placement, Workload
 
 COMPUTE, TRANSFERS = "compute", "transfers"  # lanes of a timeline
 Times = dict[str, float]  # ms of the forward pass, and of "both" passes together
@@ -51,6 +51,11 @@ class Measured:
         """What counts: over the link, if there is one."""
         return self.removed if self.linked is None else self.linked
 
+    def ms(self, passes: str) -> float:
+        """Of these passes; backward alone is what both take beyond forward."""
+        times = self.times
+        return times[BOTH] - times[FORWARD] if passes == BACKWARD else times[passes]
+
     @property
     def is_host_bound(self) -> bool:
         """Whether queueing took longer than the device did: with no lead it would wait."""
@@ -87,7 +92,7 @@ class Design:
 
     def slowest(self, passes: str) -> RankResult:
         """The rank that the others wait for."""
-        return max(self.ranks, key=lambda each: each.measured.times[passes])
+        return max(self.ranks, key=lambda each: each.measured.ms(passes))
 
     def rate(self, pairs: int, measured: Measured, passes: str) -> float:  # TFLOP/s
         return FLOPS[passes] * pairs * self.flops_per_pair / measured.times[passes] / 1e9
@@ -133,6 +138,12 @@ class Replay:
     @property
     def designs(self) -> tuple[Design, ...]:
         return (self.ours,) if self.baseline is None else (self.ours, self.baseline)
+
+    @property
+    def name(self) -> str:
+        """The design's, and where its documents come from if they were drawn."""
+        drawn = self.workload.drawn
+        return f"{self.ours.name}{f', {drawn.documents}, seed {drawn.seed}' if drawn else ''}"
 
     @property
     def title(self) -> str:
@@ -192,3 +203,50 @@ def replay_rows(replay: Replay) -> Iterator[Row]:
                 None if measured.peak is None else measured.peak[passes],
                 design.values(each, passes),
             )
+
+
+@dataclass(frozen=True, slots=True)
+class PackRate:
+    """One pass of a pack that was drawn: its slowest rank, which all others wait for."""
+
+    seed: int
+    ndocuments: int
+    longest: int  # tokens
+    rank: int
+    ms: float
+    tflops: float  # per GPU: the FLOPs of an average rank, in the time of the slowest
+
+
+@dataclass(frozen=True, slots=True)
+class PackRates:
+    """One pass of several packs."""
+
+    passes: str
+    ms: float  # of the slowest ranks, summed over packs
+    tflops: float  # per GPU: FLOPs of an average rank, summed over packs, in these ms
+    packs: tuple[PackRate, ...]
+
+    @property
+    def worst(self) -> PackRate:
+        """The pack with the fewest TFLOP/s."""
+        return min(self.packs, key=lambda pack: pack.tflops)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "worst": asdict(self.worst)}
+
+
+def pack_rates(replays: Sequence[Replay], passes: str) -> PackRates:
+    """TFLOP/s per GPU, forward or backward, over packs that were drawn: ΣFLOPs / Σtime."""
+    packs, flops = [], 0.0
+    for each in replays:
+        drawn, slowest = each.workload.drawn, each.ours.slowest(passes)
+        assert drawn is not None
+        ms = slowest.measured.ms(passes)
+        own = each.workload.flops(passes) / each.placement.world_size
+        lengths = each.workload.lengths
+        sizes = (drawn.seed, len(lengths), max(lengths), slowest.rank)
+        packs.append(PackRate(*sizes, ms, own / ms / 1e9))
+        flops += own
+    total = sum(pack.ms for pack in packs)
+    return PackRates(passes, total, flops / total / 1e9, tuple(packs))

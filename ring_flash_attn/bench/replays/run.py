@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ...plan.build import make_plan
+from ..documents import Histogram, pack_of
 from ..machine import device_name, find_device, versions
 from ..timing import Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
 from ..workload import (
@@ -43,6 +45,9 @@ def replay(
     kernel: str = "auto",
     seqlen: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
+    documents: str | Path | Histogram | None = None,
+    seed: int | None = None,
+    document_cap: float | None = None,
     batch: int = 1,
     nheads: int = 32,
     nheads_k: int = 8,
@@ -73,6 +78,10 @@ def replay(
         seqlen: tokens of a rank; by default 8192.
         cu_seqlens: packed documents instead: offsets in the whole stream over all ranks. They end
             at `seqlen * world_size` if both are given.
+        documents: packed documents that are drawn: a histogram of lengths by its name, "magi", or
+            a CSV file. They fill `seqlen * world_size` tokens.
+        seed: of these; by default 42.
+        document_cap: none of them is longer than this part of all tokens; by default a quarter.
         batch, nheads, nheads_k, headdim, dtype: of q, k and v.
         causal: queries see no later keys.
         heads_k_stride: KV heads that travel together, for route "all_gather".
@@ -97,15 +106,16 @@ def replay(
     placement = Placement(
         world_size, layout, route, kernel, heads_k_stride, sources_per_launch, found
     )
+    tokens = world_size * (_SEQLEN if seqlen is None else seqlen)
     workload = Workload(
         batch=batch,
-        seqlen=world_size * (_SEQLEN if seqlen is None else seqlen),
+        seqlen=tokens,
         nheads=nheads,
         nheads_k=nheads_k,
         headdim=headdim,
         causal=bool(causal),
         dtype=dtype,  # type: ignore[arg-type]  # any name of it
-        cu_seqlens=None if cu_seqlens is None else tuple(cu_seqlens),
+        **pack_of(tokens, cu_seqlens, documents, seed, document_cap),
     )
     if cu_seqlens is not None:
         rank_tokens(cu_seqlens, world_size, seqlen)
