@@ -6,7 +6,7 @@ import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, groupby, product
+from itertools import accumulate, chain, groupby, pairwise, product
 
 from ..plan.build import make_plan
 from ..plan.problem import Problem
@@ -83,6 +83,12 @@ class Schedule:
         """The schedule of documents that are `LONGER` times as long."""
         lengths = tuple(LONGER * length for length in self.problem.lengths_k)
         return replace(self, problem=replace(self.problem, lengths_q=lengths, lengths_k=lengths))
+
+    @property
+    def documents(self) -> list[range]:
+        """Places of each document in the stream, without empty ones."""
+        ends = [0, *accumulate(self.problem.lengths_k)]
+        return [range(start, end) for start, end in pairwise(ends) if start < end]
 
     def owners(self) -> list[int]:
         """The rank of each token of the stream."""

@@ -38,14 +38,18 @@ def draw_svg(schedules: Sequence[Schedule]) -> str:
     steps = ("", 0.0, "numbers: the step in which a pair is computed")
     idle = ("url(#idle)", 24.0, "waiting for the busiest rank of the step")
     legend, end = _legend([*swatches, steps, idle], width, 24.0)
-    parts, top = [_HATCH, *legend], end + 84
+    packed = any(len(schedule.documents) > 1 for schedule in schedules)
+    parts, top = [_HATCH, *legend], end + (98 if packed else 84)
     longest = max(sum(schedule.step_times) for schedule in schedules) or 1
     for number, schedule in enumerate(schedules):
         x, layout = _MARGIN + number * (_PANEL + _GAP), schedule.problem.layout
         title = f"{layout.name} × {schedule.route}"
         says = (layout.split.__doc__ or "").split(".")[0].split(":")[0]
-        parts.append(_write(x, top - 50, title, 16, extra='font-weight="600"'))
-        parts.append(_write(x, top - 32, says, 11))
+        parts.append(_write(x, top - (64 if packed else 50), title, 16, extra='font-weight="600"'))
+        parts.append(_write(x, top - (46 if packed else 32), says, 11))
+        if packed:
+            scope = "of the whole stream" if layout.flat else "of each document by itself"
+            parts.append(_write(x, top - 32, scope, 11))
         parts += _mask(schedule, x + _GUTTER, top)
         parts += _timeline(schedule, x + _GUTTER, top + _PICTURE + 40, _PICTURE / longest)
     names = ", ".join(f"{s.problem.layout.name} × {s.route}" for s in schedules)
@@ -96,13 +100,21 @@ def _legend(
 
 
 def _mask(schedule: Schedule, x: float, y: float) -> Iterator[str]:
-    """Queries downwards, keys to the right; edges show the ranks that hold them."""
+    """Queries downwards, keys to the right; edges show the ranks that hold them.
+
+    Each of several documents has a frame.
+    """
     owners = schedule.owners()
     cell = _PICTURE / max(1, len(owners))
     yield _write(x, y - 15, "keys →", 10)
     turned = f'transform="rotate(90 {x - 21:.4g} {y:.4g})"'
     yield _write(x - 21, y, "queries →", 10, extra=turned)
     yield _box(x, y, _PICTURE, _PICTURE, _TEXT, 'fill-opacity="0.10"')
+    if len(schedule.documents) > 1:
+        frame = f'stroke="{_TEXT}" stroke-opacity="0.6" stroke-width="0.8"'
+        for document in schedule.documents:
+            start, side = document.start * cell, len(document) * cell
+            yield _box(x + start, y + start, side, side, "none", frame)
     for rank, run in groupby(range(len(owners)), key=owners.__getitem__):
         held = list(run)
         fill, start, length = colour(rank, schedule.world_size), held[0] * cell, len(held) * cell

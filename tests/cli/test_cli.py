@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -151,10 +153,46 @@ def test_svg_is_well_formed_and_has_every_pair(layout: str, route: str, tmp_path
     assert any(text.startswith(f"{7 * 8 // 2 + 9 * 10 // 2} pairs in 4 × ") for text in texts)
 
 
-def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) -> None:
-    rfa("draw", "contiguous", "zigzag", "stripe", "--svg", str(tmp_path / "schedules.svg"))
-    ours = Path(__file__).parents[2] / "docs" / "img" / "schedules.svg"
-    assert (tmp_path / "schedules.svg").read_text() == ours.read_text()
+def test_svg_has_a_frame_for_each_document(tmp_path: Path) -> None:
+    def frames(offsets: str) -> list[tuple[float, ...]]:
+        rfa("draw", "zigzag", "--cu-seqlens", offsets, "--svg", str(tmp_path / "picture.svg"))
+        boxes = ElementTree.parse(tmp_path / "picture.svg").iter("{http://www.w3.org/2000/svg}rect")
+        found = [box for box in boxes if box.get("fill") == "none"]
+        return [tuple(float(box.get(n) or 0) for n in ("x", "width", "height")) for box in found]
+
+    one, two = frames("0,4,4,16")  # 256 pixels for 16 tokens
+    assert one[1:] == (64, 64)
+    assert two == (one[0] + 64, 192, 192)
+    assert frames("0,16") == []
+
+
+def test_draw_of_documents_from_a_histogram(tmp_path: Path) -> None:
+    histogram = tmp_path / "short.csv"
+    histogram.write_text("low,high,weight\n3,3,1\n")
+    pack = ("--documents", str(histogram), "--seqlen", "8", "--seed", "1")
+    assert "8 tokens in 4 documents" in rfa("draw", "stripe", *pack).output  # of 2: a quarter
+    whole = rfa("draw", "stripe", *pack, "--document-cap", "1", "--world-size", "3")
+    assert "8 tokens in 3 documents" in whole.output
+    assert "01201201" in whole.output
+    wrong = rfa("draw", "zigzag", "--documents", "magi", "--cu-seqlens", "0,16")
+    assert wrong.exit_code == 2
+    assert "--documents 'magi' and --cu-seqlens 0,16: give one of them" in wrong.output
+
+
+@pytest.mark.parametrize(
+    ("document", "mark"), [("usage", "draw schedules"), ("usage", "draw packs")]
+)
+def test_pictures_are_what_the_commands_beside_them_draw(
+    document: str, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / f"{document}.md").read_text(encoding="utf-8")
+    (command,) = re.findall(rf"<!-- {mark} -->\n```bash\nrfa (.*)\n```", text)
+    monkeypatch.chdir(tmp_path)
+    assert rfa(*shlex.split(command)).exit_code == 0
+    (picture,) = tmp_path.rglob("*.svg")
+    assert f"]({picture.relative_to(tmp_path / 'docs').as_posix()})" in text
+    assert picture.read_text() == (docs / "img" / picture.name).read_text()
 
 
 # verify
