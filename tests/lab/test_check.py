@@ -193,6 +193,23 @@ def test_failures_in_words(old: str, new: str, words: str, lab_pool: Ranks, tmp_
     assert words in "\n".join(report.lines)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"p": p}', '"p": p, "s": s}', "saved holds more than backward needs: s"),
+        ('"p": p}', '"P": p}', "saved lacks p, the probabilities, (2, 32, 32)"),
+        ('"p": p}', '"p": s}', "saved lacks p, the probabilities, (2, 32, 32)"),
+        ('"v": v, ', "", "saved lacks v, (2, 32, 32)"),
+        ("p @ v, {", "{", "expected (out, saved), with saved a dict of tensors"),
+    ],
+)
+def test_what_is_saved(old: str, new: str, words: str, lab_pool: Ranks, tmp_path: Path) -> None:
+    """By its names, and no more."""
+    source = answer(RIGHT[3])
+    assert old in source
+    assert report_on(lab_pool, 3, source.replace(old, new), tmp_path).lines[1] == f"  {words}"
+
+
 def test_an_input_that_is_changed(lab_pool: Ranks, tmp_path: Path) -> None:
     source = answer(RIGHT[5]).replace("    scale = d**-0.5", "    q *= d**-0.5\n    scale = 1.0")
     lines = report_on(lab_pool, 5, source, tmp_path).lines

@@ -107,6 +107,10 @@ def forward_suspects(setting: Setting) -> Iterator[Suspect]:
     lse, m = right["lse"], right["m"]
     for mistake, mask in wrong_masks(setting):
         yield mistake, forward(setting, mask)
+    if setting.masked:
+        all_seen = forward(setting, torch.ones_like(counts))["lse"]
+        share = (lse - all_seen).exp()[..., None]
+        yield "mask_after", {"out": right["out"] * share, "lse": all_seen}
     yield from _tails(setting, counts, right)
     yield "scale_twice", forward(setting, counts, setting.scale)
     yield "scale_missing", forward(setting, counts, 1 / setting.scale)
@@ -213,23 +217,31 @@ def forward_cases(
 
 def standard_attention(learner: Learner) -> Cases:
     """Step 3: the output, and what is kept for the backward pass."""
+    words = {"p": "p, the probabilities"}
     for size in SIZES:
         tensors, setting = plain_inputs(*size)
-        compare = replace(judge_forward(PLAIN, setting, names=["out"]), hidden=False)
+        compare = judge_forward(PLAIN, setting, names=["out"])
         p = scores_of(setting, seen(setting)).softmax(-1)[:, 0].nan_to_num()
-        needed = dict(zip(("q", "k", "v", "the probabilities"), [*tensors, p]))
+        needed = dict(zip("qkvp", [*tensors, p]))
 
         def judge(
             found: Any, compare: Compare = compare, needed: dict[str, Tensor] = needed
         ) -> Judgement:
             if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
                 return Judgement(["expected (out, saved), with saved a dict of tensors"])
-            judgement = compare(found[0])
-            for name, true in needed.items():
-                kept = any(_near(x, true, 1e-4) for x in found[1].values())
-                if not kept and not judgement.lines:
-                    judgement.lines.append(f"saved lacks {name}, {tuple(true.shape)}")
-            return judgement
+            out, saved = found
+            judgement = compare(out)
+            if judgement.lines:
+                return judgement
+            lines = [
+                f"saved lacks {words.get(name, name)}, {tuple(true.shape)}"
+                for name, true in needed.items()
+                if not _near(saved.get(name), true, 1e-4)
+            ]
+            more = [name for name in saved if name not in needed]
+            if more:
+                lines.append(f"saved holds more than backward needs: {', '.join(map(str, more))}")
+            return Judgement(lines)
 
         yield learner.case("standard_attention", setting.describe(), judge, *tensors, size[3])
 

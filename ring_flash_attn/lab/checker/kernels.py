@@ -18,7 +18,7 @@ from .setting import PLAIN, Form, Mistake, Setting, Suspect, random, same
 MISTAKES = {
     "strides": Mistake(
         "strides ignored",
-        "a tensor that is not contiguous is read as if it were",
+        "a tensor that is not contiguous is read or written as if it were",
         "Pass the strides to the kernel, or call .contiguous() before the launch.",
     ),
 }
@@ -26,28 +26,41 @@ MISTAKES = {
 
 def weighted_sum(learner: Learner) -> Cases:
     """Step 1: a weighted sum and its gradients."""
-    function = learner.get("WeightedSum")
     for rows, d in ((32, 16), (33, 20), (1, 7), (70, 5)):
-        x, w, g = random(rows, d), random(d, seed=1), random(rows, seed=2)
-
-        def call(x: Tensor = x, w: Tensor = w, g: Tensor = g) -> Any:
-            x, w = (learner.put(each).requires_grad_() for each in (x, w))
-            y = function.apply(x, w)
-            if not isinstance(y, Tensor) or y.shape != g.shape:
-                return y, x, w
-            y.backward(learner.put(g))
-            return y, x.grad, w.grad
-
-        truth = _weighted_sum(*(each.double() for each in (x, w, g)))
-        yield CheckCase("WeightedSum", f"x ({rows}, {d})", call, Compare(truth, _MATRICES))
+        yield _sum_case(learner, random(rows, d))
+    yield _sum_case(learner, random(20, 33).T, ", transposed")
+    yield _sum_case(learner, random(33, 20), ", the gradient expanded", expanded=True)
 
 
-def _weighted_sum(x: Tensor, w: Tensor, g: Tensor) -> dict[str, Tensor]:
-    return {
-        "y": x @ w,
-        "the gradient of x": g[:, None] * w,
-        "the gradient of weight": g @ x,
-    }
+def _sum_case(learner: Learner, x: Tensor, more: str = "", expanded: bool = False) -> CheckCase:
+    """`expanded`: the gradient is the first of its numbers, once for each row."""
+    rows, d = x.shape
+    w, g = random(d, seed=1), random(rows, seed=2)
+    function = learner.get("WeightedSum")
+
+    def call() -> Any:
+        own_x, own_w = (learner.put(each).requires_grad_() for each in (x, w))
+        y = function.apply(own_x, own_w)
+        if not isinstance(y, Tensor) or y.shape != g.shape:
+            return y, own_x, own_w
+        own_g = learner.put(g)
+        y.backward(own_g[:1].expand(rows) if expanded else own_g)
+        return y, own_x.grad, own_w.grad
+
+    def suspects() -> Iterator[Suspect]:
+        memory = x.T.reshape(rows, d) if more else x
+        yield "strides", sums(wide_x if expanded else memory.double(), wide_g)
+        written = truth["the gradient of x"].reshape(d, rows).T
+        yield "strides", {"the gradient of x": written}
+
+    def sums(x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        dx, dw = g[:, None] * wide_w, g @ x
+        return {"y": x @ wide_w, "the gradient of x": dx, "the gradient of weight": dw}
+
+    wide_x, wide_w, wide_g = (each.double() for each in (x, w, g))
+    truth = sums(wide_x, wide_g[:1].expand(rows) if expanded else wide_g)
+    judge = Compare(truth, _MATRICES, None, suspects if more else tuple)
+    return CheckCase("WeightedSum", f"x ({rows}, {d}){more}", call, judge)
 
 
 def _matrix(x: Tensor) -> Tensor:

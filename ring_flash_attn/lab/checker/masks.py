@@ -27,6 +27,11 @@ MISTAKES = {
         "queries see keys that are hidden from them",
         "Apply the mask before the softmax.",
     ),
+    "mask_after": Mistake(
+        "mask after the softmax",
+        "hidden keys have weight 0, and are still in the sum of the softmax",
+        "Set hidden scores to −inf before the softmax: then the other weights add up to 1.",
+    ),
     "upside_down": Mistake(
         "mask upside down",
         "queries see later keys, and not the earlier ones",
