@@ -33,39 +33,24 @@ from .setting import (
 from .softmax import online, wrong_sums
 
 MISTAKES = {
-    "lse_part": Mistake(
-        "half of the lse",
-        "lse is the maximum or the logarithm of the sum alone",
-        "lse = m + log Σ exp(s − m) has both parts.",
-    ),
-    "scale_twice": Mistake(
-        "scale applied twice",
+    "lse_part": Mistake("half of the lse", "lse is the maximum or the logarithm of the sum alone",
+        "lse = m + log Σ exp(s − m) has both parts."),
+    "scale_twice": Mistake("scale applied twice",
         "scores or gradients have the factor 1/√d once too often",
-        "Scale either q or the scores. In the backward pass each of dQ and dK gets 1/√d once.",
-    ),
-    "scale_missing": Mistake(
-        "missing 1/√d in the scores",
-        "scores are q kᵀ without the scale",
-        "s = q kᵀ / √d.",
-    ),
-    "tail": Mistake(
-        "unmasked tail block",
+        "Scale either q or the scores. In the backward pass each of dQ and dK gets 1/√d once."),
+    "scale_missing": Mistake("missing 1/√d in the scores", "scores are q kᵀ without the scale",
+        "s = q kᵀ / √d."),
+    "tail": Mistake("unmasked tail block",
         "the last block reaches beyond the last key, and what lies there is counted",
         "Where the number of keys is no multiple of the tile, set scores of columns ≥ keys to "
-        "−inf; loading zeros there is not enough, since exp(0) is 1.",
-    ),
-}
+        "−inf; loading zeros there is not enough, since exp(0) is 1."),
+}  # fmt: skip
 
 Size = tuple[int, int, int, bool]  # rows, keys, d, causal
 SIZES: tuple[Size, ...] = (
-    (32, 32, 32, False),
-    (37, 37, 40, False),
-    (32, 32, 32, True),
-    (37, 37, 40, True),
-    (21, 37, 40, True),
-    (37, 21, 40, False),
-    (37, 21, 40, True),
-)
+    (32, 32, 32, False), (37, 37, 40, False), (32, 32, 32, True), (37, 37, 40, True),
+    (21, 37, 40, True), (37, 21, 40, False), (37, 21, 40, True),
+)  # fmt: skip
 LARGE: Size = (37, 37, 64, False)  # scores beyond ±88: exp overflows
 
 
@@ -217,41 +202,27 @@ def forward_cases(
 
 def standard_attention(learner: Learner) -> Cases:
     """Step 3: the output, and what is kept for the backward pass."""
-    words = {"p": "p, the probabilities"}
     for size in SIZES:
         tensors, setting = plain_inputs(*size)
-        compare = judge_forward(PLAIN, setting, names=["out"])
         p = scores_of(setting, seen(setting)).softmax(-1)[:, 0].nan_to_num()
-        needed = dict(zip("qkvp", [*tensors, p]))
-
-        def judge(
-            found: Any, compare: Compare = compare, needed: dict[str, Tensor] = needed
-        ) -> Judgement:
-            if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
-                return Judgement(["expected (out, saved), with saved a dict of tensors"])
-            out, saved = found
-            judgement = compare(out)
-            if judgement.lines:
-                return judgement
-            lines = [
-                f"saved lacks {words.get(name, name)}, {tuple(true.shape)}"
-                for name, true in needed.items()
-                if not _near(saved.get(name), true, 1e-4)
-            ]
-            more = [name for name in saved if name not in needed]
-            if more:
-                lines.append(f"saved holds more than backward needs: {', '.join(map(str, more))}")
-            return Judgement(lines)
-
+        needed = dict(zip(("q", "k", "v", "p"), [*tensors, p]))
+        judge = partial(_judge_kept, judge_forward(PLAIN, setting, names=["out"]), needed)
         yield learner.case("standard_attention", setting.describe(), judge, *tensors, size[3])
 
 
-def _near(x: Any, true: Tensor, tolerance: float) -> bool:
-    return (
-        isinstance(x, Tensor)
-        and x.shape == true.shape
-        and torch.allclose(x.detach().double().cpu(), true.double(), 1e-3, tolerance)
-    )
+def _judge_kept(compare: Compare, needed: dict[str, Tensor], found: Any) -> Judgement:
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
+        return Judgement(["expected (out, saved), with saved a dict of tensors"])
+    judgement, saved = compare(found[0]), found[1]
+    if not judgement.lines:
+        for name, true in needed.items():
+            if not _near(saved.get(name), true, 1e-4):
+                words = "p, the probabilities" if name == "p" else name
+                judgement.lines.append(f"saved lacks {words}, {tuple(true.shape)}")
+        more = ", ".join(str(name) for name in saved if name not in needed)
+        if more:
+            judgement.lines.append(f"saved holds more than backward needs: {more}")
+    return judgement
 
 
 def tiled_attention(learner: Learner) -> Cases:
@@ -261,19 +232,25 @@ def tiled_attention(learner: Learner) -> Cases:
     function = learner.get("TiledAttention")
     for size in (SIZES[1], SIZES[3]):
         tensors, setting = plain_inputs(*size)
-        compare = judge_forward(PLAIN, setting, names=["out"])
-        lse = truth_of(PLAIN, setting)["lse"]
 
         def call(tensors: Sequence[Tensor] = tensors, causal: bool = size[3]) -> Any:
             return function.apply(*(learner.put(x).requires_grad_() for x in tensors), causal)
 
-        def judge(found: Any, compare: Compare = compare, lse: Tensor = lse) -> Judgement:
-            judgement = compare(found)
-            if judgement.lines:
-                return judgement
-            saved = getattr(found.grad_fn, "saved_tensors", ())
-            if sum(_near(x, lse, 1e-3) for x in saved) != 1:
-                judgement.lines.append("save the lse, (batch, rows), for the backward pass, once")
-            return judgement
-
+        compare, lse = judge_forward(PLAIN, setting, names=["out"]), truth_of(PLAIN, setting)["lse"]
+        judge = partial(_judge_lse_kept, compare, lse)
         yield CheckCase("TiledAttention", setting.describe(), call, judge)
+
+
+def _judge_lse_kept(compare: Compare, lse: Tensor, found: Any) -> Judgement:
+    judgement = compare(found)
+    if not judgement.lines:
+        saved = getattr(found.grad_fn, "saved_tensors", ())
+        if sum(_near(x, lse, 1e-3) for x in saved) != 1:
+            judgement.lines.append("save the lse, (batch, rows), for the backward pass, once")
+    return judgement
+
+
+def _near(x: Any, true: Tensor, tolerance: float) -> bool:
+    if not isinstance(x, Tensor) or x.shape != true.shape:
+        return False
+    return torch.allclose(x.detach().double().cpu(), true.double(), 1e-3, tolerance)

@@ -16,12 +16,10 @@ from .masks import seen
 from .setting import PLAIN, Form, Mistake, Setting, Suspect, random, same
 
 MISTAKES = {
-    "strides": Mistake(
-        "strides ignored",
+    "strides": Mistake("strides ignored",
         "a tensor that is not contiguous is read or written as if it were",
-        "Pass the strides to the kernel, or call .contiguous() before the launch.",
-    ),
-}
+        "Pass the strides to the kernel, or call .contiguous() before the launch."),
+}  # fmt: skip
 
 
 def weighted_sum(learner: Learner) -> Cases:
@@ -47,18 +45,17 @@ def _sum_case(learner: Learner, x: Tensor, more: str = "", expanded: bool = Fals
         y.backward(own_g[:1].expand(rows) if expanded else own_g)
         return y, own_x.grad, own_w.grad
 
-    def suspects() -> Iterator[Suspect]:
-        memory = x.T.reshape(rows, d) if more else x
-        yield "strides", sums(wide_x if expanded else memory.double(), wide_g)
-        written = truth["the gradient of x"].reshape(d, rows).T
-        yield "strides", {"the gradient of x": written}
-
     def sums(x: Tensor, g: Tensor) -> dict[str, Tensor]:
-        dx, dw = g[:, None] * wide_w, g @ x
-        return {"y": x @ wide_w, "the gradient of x": dx, "the gradient of weight": dw}
+        x, g, wide = x.double(), g.double(), w.double()
+        dx, dw = g[:, None] * wide, g @ x
+        return {"y": x @ wide, "the gradient of x": dx, "the gradient of weight": dw}
 
-    wide_x, wide_w, wide_g = (each.double() for each in (x, w, g))
-    truth = sums(wide_x, wide_g[:1].expand(rows) if expanded else wide_g)
+    def suspects() -> Iterator[Suspect]:
+        yield "strides", sums(x.as_strided((rows, d), (d, 1)), g)
+        dx = truth["the gradient of x"]
+        yield "strides", {"the gradient of x": dx.reshape(d, rows).T}  # written as contiguous
+
+    truth = sums(x, g[:1].expand(rows) if expanded else g)
     judge = Compare(truth, _MATRICES, None, suspects if more else tuple)
     return CheckCase("WeightedSum", f"x ({rows}, {d}){more}", call, judge)
 

@@ -13,17 +13,12 @@ from .learner import Cases, Learner
 from .setting import INF, LN2, PLAIN, Mistake, Suspect, random
 
 MISTAKES = {
-    "lse_max": Mistake(
-        "lse merged by max",
-        "the larger lse stands for both",
-        "lse = log(exp(lse1) + exp(lse2)): the maximum is only the reference inside.",
-    ),
-    "weights": Mistake(
-        "wrong weights in the merge",
+    "lse_max": Mistake("lse merged by max", "the larger lse stands for both",
+        "lse = log(exp(lse1) + exp(lse2)): the maximum is only the reference inside."),
+    "weights": Mistake("wrong weights in the merge",
         "the two outputs are not weighted by their part of the sum",
-        "Output i has the weight exp(lse_i − lse), with the merged lse.",
-    ),
-}
+        "Output i has the weight exp(lse_i − lse), with the merged lse."),
+}  # fmt: skip
 
 
 def wrong_merges(
@@ -55,10 +50,8 @@ def _suspects(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> Iterato
     """Rows that one of them does not see are open."""
     open_rows, nothing = (lse1 == -INF) | (lse2 == -INF), float("nan")
     for mistake, out, lse in wrong_merges(out1, lse1, out2, lse2):
-        out, lse = (
-            out.masked_fill(open_rows[..., None], nothing),
-            lse.masked_fill(open_rows, nothing),
-        )
+        out = out.masked_fill(open_rows[..., None], nothing)
+        lse = lse.masked_fill(open_rows, nothing)
         yield mistake, {"out": PLAIN.ours("out", out), "lse": PLAIN.ours("lse", lse)}
 
 

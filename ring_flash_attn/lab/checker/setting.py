@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -78,8 +79,7 @@ class Setting:
     @property
     def all_tiles(self) -> tuple[tuple[int, int], ...]:
         """Tiles that the learner may have."""
-        sizes = (8, 16, 32, 64)
-        return self.tiles or tuple((a, b) for a in sizes for b in sizes)
+        return self.tiles or tuple(product(TILES[:4], TILES[:4]))
 
     def describe(self, *more: str) -> str:
         """The call in words."""
