@@ -64,9 +64,7 @@ def _matrix(x: Tensor) -> Tensor:
     return x[None, None] if x.dim() == 2 else x[None, None, :, None]
 
 
-_MATRICES = Form(
-    same, same, _matrix, _matrix
-)  # vectors and matrices whose rows are nothing special
+_MATRICES = Form(same, same, _matrix, _matrix)  # as (1, 1, rows, columns) in words alone
 
 
 def _tolerance(learner: Learner) -> float:
