@@ -1,6 +1,6 @@
 """Check a learner's file: in a fresh process, with a time limit, and say what is wrong in words.
 
-Nothing here imports torch; `cases.py` runs in the other process.
+Nothing here imports torch; `checker/run.py` runs in the other process.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def check(number: int, path: Path | str, limit: float = LIMIT) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         news = Path(folder) / "news"
         news.touch()
-        module = f"{__package__}.cases"
+        module = f"{__package__}.checker.run"
         command = [sys.executable, "-m", module, str(number), str(path), str(news), str(limit)]
         try:
             done = subprocess.run(

@@ -374,10 +374,19 @@ def kernel(X, W, Y, d, BD: tl.constexpr):
     tl.store(Y + row, tl.sum(x * tl.load(W + c, mask=c < d, other=0.0), 0))
 
 
+@triton.jit
+def backward_kernel(W, G, DX, d, BD: tl.constexpr):
+    c = tl.arange(0, BD)
+    row = tl.program_id(0)
+    w = tl.load(W + c, mask=c < d, other=0.0)
+    tl.store(DX + row * d + c, tl.load(G + row) * w, mask=c < d)
+
+
 class WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
+        x = x.contiguous()
         y = torch.empty_like(x[:, 0])
         kernel[(x.shape[0],)](x, weight, y, x.shape[1], triton.next_power_of_2(x.shape[1]))
         return y
@@ -385,7 +394,10 @@ class WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, weight = ctx.saved_tensors
-        return g[:, None] * weight, (g[:, None] * x).sum(0)
+        (rows, d), g = x.shape, g.contiguous()
+        dx = torch.empty(rows, d, device=x.device)
+        backward_kernel[(rows,)](weight, g, dx, d, triton.next_power_of_2(d))
+        return dx, (g[:, None] * x).sum(0)
 """
 
 ACCUMULATE = """
@@ -498,6 +510,7 @@ PLANTED = [
             "s.masked_fill(key[None, :] > at[:, None], -1e30)"),
     Planted(7, "inf_rows", "tl.where(total == 0, 1.0, total)", "total"),
     Planted(6, "inf_rows", ".nan_to_num()", ""),
+    Planted(3, "inf_rows", ".nan_to_num()", ""),
     # base 2
     Planted(5, "base2", _NATURAL, "(m + torch.log(total)) / math.log(2)"),
     Planted(5, "base2", _NATURAL, "m + torch.log2(total)"),
@@ -546,6 +559,10 @@ PLANTED = [
     Planted(9, "skipped", "if causal and j > at[-1]", "if causal and j + kj.shape[1] - 1 > at[0]"),
     Planted(5, "edge", "if causal:", "if False:"),
     Planted(11, "no_mask", "if causal:", "if False:"),
+    Planted(3, "mask_after", "    p = s.softmax(2).nan_to_num()",
+            "    p = (q @ k.mT * q.shape[2] ** -0.5).softmax(2).masked_fill(s == -INF, 0.0)"),
+    Planted(11, "mask_after", "    s = s.masked_fill(hidden, -INF)\n    lse = s.logsumexp(-1)\n",
+            "    lse = s.logsumexp(-1)\n    s = s.masked_fill(hidden, -INF)\n"),
     Planted(5, "offset", "offset = keys - rows", "offset = 0"),
     Planted(6, "offset", "offset = keys - rows", "offset = 0"),
     Planted(7, "offset", "offset = keys - rows", "offset = 0"),
@@ -560,6 +577,10 @@ PLANTED = [
     Planted(7, "tail", _TAIL, ""),
     Planted(7, "tail", _TAIL, "", 32),
     Planted(7, "tail", _TAIL, "", 64),
+    # strides
+    Planted(1, "strides", "        x = x.contiguous()\n", ""),
+    Planted(1, "strides", "x.shape, g.contiguous()", "x.shape, g"),
+    Planted(1, "strides", "torch.empty(rows, d, device=x.device)", "torch.empty_like(x)"),
     Planted(7, "strides", "(x.contiguous() for x in (q, k, v))", "q, k, v"),
     # GQA, sinks
     Planted(10, "group", ".sum(3) for", "[:, :, :, 0] for"),

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench.measure import reason
 from ring_flash_attn.bench.results import Row, load
+from ring_flash_attn.bench.timing import Stopwatch, Timing
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.lab.bench import attention, model
@@ -290,6 +293,65 @@ def test_memory_before_the_backward_is_what_step_3_predicts(causal: bool) -> Non
     torch.testing.assert_close(ours(q, k, v), standard(q, k, v), rtol=1e-5, atol=1e-5)
 
 
+class Workspaces(TorchDispatchMode):
+    """As cuBLAS does: the first product of a thread takes memory, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[tuple[str, bool, torch.dtype]] = []  # kind, in the backward pass
+
+    @property
+    def held(self) -> int:
+        return (32 << 20) * len({backward for _, backward, _ in self.products})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm"):
+            backward = torch._C._current_graph_task_id() >= 0  # autograd's thread, on a GPU
+            self.products.append((name, backward, args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspaces]:
+    monkeypatch.setattr(attention, "synchronize", lambda device: None)
+    with Workspaces() as found:
+        monkeypatch.setattr(attention, "allocated", lambda device: found.held)
+        yield found
+
+
+def test_workspaces_of_cublas_are_not_counted(workspaces: Workspaces) -> None:
+    """Neither before the backward nor in it."""
+    q = torch.ones(1, 8, 4, requires_grad=True)
+    held = attention.held_before(CPU, torch.bfloat16)
+    assert held == 64 << 20
+    kinds = {(kind, backward) for kind in ("mm", "bmm") for backward in (False, True)}
+    assert set(workspaces.products) == {(*each, torch.bfloat16) for each in kinds}
+    cuda = torch.device("cuda")
+    assert attention.memory_in_use(lambda: q @ q.mT, (), cuda, held) == 0
+    torch.autograd.grad((q @ q.mT).sum(), q)
+    assert workspaces.held == held
+
+
+@pytest.mark.parametrize("what", ["attention", "model"])
+def test_products_come_before_what_is_measured(
+    what: str, workspaces: Workspaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def making(*_: Any) -> Any:
+        begun.append({backward for _, backward, _ in workspaces.products})
+        return exhausted()
+
+    monkeypatch.setattr(Workload, "tensors", making)
+    monkeypatch.setattr(model, "make_works", making)
+    if what == "attention":
+        attention.measure_attention(["standard"], Workload(1, 8, 1, 1, 4), CPU, 1)
+    else:
+        model.measure_model(CASE, CPU, 1)
+    assert begun == [{False, True}]
+
+
 def test_attention_is_measured_and_written(tmp_path: Path) -> None:
     path = tmp_path / "attention.json"
     sizes = ("--seqlen", "16,24", "--d-model", "8", "--batch", "2", "--passes", "3")
@@ -467,6 +529,34 @@ def test_the_model_is_measured_and_written(tmp_path: Path) -> None:
             assert row.failed is None, row.failed
             assert len(row.samples_ms) == 2
             assert row.tflops
+
+
+@pytest.mark.parametrize(("milliseconds", "runs"), [(201.0, 2 + 3), (199.0, 2 + 4 + 3)])
+@pytest.mark.parametrize("has_peak", [False, True])
+def test_a_long_pass_is_run_twice_before_it_is_timed(
+    milliseconds: float, runs: int, has_peak: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that finds the peak is the warm-up; a short pass has more of them."""
+    begun = []
+
+    class Watch(Stopwatch):
+        def time(self, work: Any, host: float = 1.0, ready: Any = None) -> Timing:
+            work()
+            return Timing(milliseconds, 1.0)
+
+    def peak(work: Any, *_: Any) -> int:
+        work()
+        return 7
+
+    monkeypatch.setattr(model, "Stopwatch", Watch)
+    monkeypatch.setattr(model, "make_works", lambda *_: {"both": lambda: begun.append(1)})
+    if has_peak:
+        monkeypatch.setattr(model, "peak_in_use", peak)
+    case = ModelCase(**{**vars(CASE), "passes": ("both",)})
+    (row,) = model.measure_model(case, CPU, 3)
+    assert len(begun) == runs
+    assert row.samples_ms == (milliseconds,) * 3
+    assert row.peak_bytes == (7 if has_peak else None)
 
 
 def test_a_model_that_does_not_fit_says_so_and_the_next_is_measured(

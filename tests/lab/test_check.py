@@ -9,18 +9,23 @@ import torch
 from answers import BASE_2, FUNCTION, PLANTED, RIGHT, TILED, Planted, answer, planted
 from ranks import Ranks
 
-from ring_flash_attn.lab import suspects
+from ring_flash_attn import lab
 from ring_flash_attn.lab.check import HINTS, Report, check
+from ring_flash_attn.lab.checker.backward import gradients
+from ring_flash_attn.lab.checker.forward import forward
+from ring_flash_attn.lab.checker.masks import seen
+from ring_flash_attn.lab.checker.run import MISTAKES
+from ring_flash_attn.lab.checker.setting import INF, Setting, expand, scores_of
+from ring_flash_attn.lab.checker.softmax import online
 from ring_flash_attn.lab.definition import attention
 from ring_flash_attn.lab.registry import STEPS
-from ring_flash_attn.lab.suspects import MISTAKES, Setting
 
 pytestmark = pytest.mark.product(4)  # the others run in `make test-all`
 
 
 def _check(rank: int, world_size: int, number: int, path: Path) -> Report:
     """In a process that interprets kernels."""
-    from ring_flash_attn.lab.cases import run_cases
+    from ring_flash_attn.lab.checker.run import run_cases
 
     return run_cases(number, path, lambda case: None)
 
@@ -71,7 +76,7 @@ def test_base_2_inside_passes(lab_pool: Ranks, tmp_path: Path) -> None:
     assert report_on(lab_pool, 6, answer(two) + "\nU = math.log2(math.e)\n", tmp_path).lines == []
 
 
-FILES = Path(suspects.__file__).parent
+FILES = Path(lab.__file__).parent
 
 
 @pytest.mark.parametrize("name", [path.name for path in (FILES / "solutions").glob("e*.py")])
@@ -188,6 +193,23 @@ def test_failures_in_words(old: str, new: str, words: str, lab_pool: Ranks, tmp_
     assert words in "\n".join(report.lines)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"p": p}', '"p": p, "s": s}', "saved holds more than backward needs: s"),
+        ('"p": p}', '"P": p}', "saved lacks p, the probabilities, (2, 32, 32)"),
+        ('"p": p}', '"p": s}', "saved lacks p, the probabilities, (2, 32, 32)"),
+        ('"v": v, ', "", "saved lacks v, (2, 32, 32)"),
+        ("p @ v, {", "{", "expected (out, saved), with saved a dict of tensors"),
+    ],
+)
+def test_what_is_saved(old: str, new: str, words: str, lab_pool: Ranks, tmp_path: Path) -> None:
+    """By its names, and no more."""
+    source = answer(RIGHT[3])
+    assert old in source
+    assert report_on(lab_pool, 3, source.replace(old, new), tmp_path).lines[1] == f"  {words}"
+
+
 def test_an_input_that_is_changed(lab_pool: Ranks, tmp_path: Path) -> None:
     source = answer(RIGHT[5]).replace("    scale = d**-0.5", "    q *= d**-0.5\n    scale = 1.0")
     lines = report_on(lab_pool, 5, source, tmp_path).lines
@@ -284,16 +306,14 @@ def test_suspects_without_a_mistake(rows: int, keys: int, window: tuple[int, int
     setting = Setting(
         *wide[:3], causal=causal, window=window, out=wide[3], dout=wide[4], lse=lse.detach()
     )
-    counts = suspects.seen(setting)
-    found = suspects.forward(setting, counts)
-    empty = lse.detach() == -suspects.INF
+    counts = seen(setting)
+    found = forward(setting, counts)
+    empty = lse.detach() == -INF
     assert torch.equal(found["lse"].isnan(), empty)
     torch.testing.assert_close(found["out"].nan_to_num(), wide[3])
     for tile in (1, 3, 16):
-        scores = suspects.scores_of(setting, counts)
-        torch.testing.assert_close(
-            suspects.online(scores, suspects.expand(wide[2], 2), tile)[0], wide[3]
-        )
-    gradients = suspects.gradients(setting, counts)
+        scores = scores_of(setting, counts)
+        torch.testing.assert_close(online(scores, expand(wide[2], 2), tile)[0], wide[3])
+    backward = gradients(setting, counts)
     for name, gradient in zip(("dq", "dk", "dv"), true):
-        torch.testing.assert_close(gradients[name].transpose(1, 2), gradient)
+        torch.testing.assert_close(backward[name].transpose(1, 2), gradient)

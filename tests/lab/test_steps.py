@@ -1,21 +1,28 @@
-"""The steps of the lab: each runs and passes its check; exercises and solutions belong together."""
+"""The steps of the lab run, their checks notice mistakes; exercises and solutions are theirs."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from itertools import accumulate
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from ranks import Ranks
+from torch import Tensor
 
 from ring_flash_attn import lab
+from ring_flash_attn.lab.definition import attention, visible
 from ring_flash_attn.lab.registry import STEPS, LabStep, find_step
 
 pytestmark = pytest.mark.product(4)  # the others run in `make test-all`
@@ -51,6 +58,10 @@ CONTRACT: dict[int, dict[str, str]] = {
         "ring_backward": "rank world_size q k v out lse dout send recv causal",
     },
     14: {"zigzag_shard": "length rank world_size", "zigzag_steps": "rank world_size"},
+    15: {
+        "predict": "pairs tokens world_size heads heads_k headdim flops_per_second "
+        "bytes_per_second latency backward"
+    },
 }
 
 
@@ -81,7 +92,9 @@ def sample(number: int, argument: str) -> Any:
         "world_size": 1,
         "send": lambda to, *tensors: None,
         "recv": lambda source: (),
-        "causal": False,
+        **dict.fromkeys(("causal", "backward"), False),
+        **dict.fromkeys(("pairs", "tokens", "heads", "heads_k", "headdim"), 4),
+        **dict.fromkeys(("flops_per_second", "bytes_per_second", "latency"), 1.0),
         **dict.fromkeys(("block_q", "block_k"), 4),
         **dict.fromkeys(("rows_q", "rows_k", "length"), rows),
     }[argument]
@@ -157,14 +170,18 @@ def test_a_step_is_in_the_list_and_has_its_parts(path: Path) -> None:
         assert not found[name].args.args, f"{name} takes no arguments"
 
 
-def _check(rank: int, world_size: int, module: str) -> None:
-    importlib.import_module(module).check()
+def _printed(rank: int, world_size: int, module: str) -> str:
+    with redirect_stdout(StringIO()) as printed:
+        importlib.import_module(module).main()
+    return printed.getvalue()
 
 
 @each_file
-def test_a_step_passes_its_check(lab_pool: Ranks, path: Path) -> None:
+def test_a_step_passes_its_check_and_shows_something(lab_pool: Ranks, path: Path) -> None:
     """In a process of the pool: triton may be compiled in this one."""
-    lab_pool.run(_check, find_step(int(path.stem[1:3])).module)
+    (printed,) = lab_pool.run(_printed, find_step(int(path.stem[1:3])).module)
+    assert len(printed.splitlines()) >= 10
+    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.slow
@@ -214,15 +231,18 @@ def test_exercise_and_solution_are_the_same_file_but_for_the_holes(step: LabStep
         }
         outside = {str(module).split(".")[0] for module in modules} - sys.stdlib_module_names
         assert outside <= {"torch", "triton"}, "an exercise imports nothing of the lab"
-    for name in CONTRACT.get(step.number, {}):
+    for name in CONTRACT[step.number]:
         assert "NotImplementedError" not in ast.unparse(called(filled, name))
 
 
 @each_exercise
 def test_an_exercise_has_the_signatures_that_the_checker_calls(step: LabStep) -> None:
-    found = dict(functions(tree_of(LAB / "exercises" / step.exercise)))
-    for name, arguments in CONTRACT.get(step.number, {}).items():
-        assert arguments_of(found, name) == arguments
+    """The step has them as well, perhaps with more arguments, to show more."""
+    exercise = dict(functions(tree_of(LAB / "exercises" / step.exercise)))
+    own = dict(functions(tree_of(LAB / "steps" / f"s{step.exercise[1:]}")))
+    for name, arguments in CONTRACT[step.number].items():
+        assert arguments_of(exercise, name) == arguments
+        assert f"{arguments_of(own, name)} ".startswith(f"{arguments} ")
 
 
 @each_exercise
@@ -242,7 +262,7 @@ def _why_exercises_fail(rank: int, world_size: int, number: int) -> dict[str, li
     step = find_step(number)
     module = importlib.import_module(f"ring_flash_attn.lab.exercises.{step.exercise[:-3]}")
     found: dict[str, list[str]] = {}
-    for name, arguments in CONTRACT.get(number, {}).items():
+    for name, arguments in CONTRACT[number].items():
         call = getattr(module, name)
         found[name] = []
         try:
@@ -263,14 +283,10 @@ def test_exercises_raise_not_implemented(lab_pool: Ranks, step: LabStep) -> None
 
 
 def replaceable(step: LabStep) -> list[str]:
-    """What a step has with the very arguments of its exercise; some have more, to show more."""
+    """What a step has with the very arguments of its exercise."""
     found = dict(functions(tree_of(LAB / "steps" / f"s{step.exercise[1:]}")))
-    return [
-        name
-        for name, arguments in CONTRACT.get(step.number, {}).items()
-        if name in found or f"{name}.forward" in found
-        if arguments_of(found, name) == arguments
-    ]
+    wanted = CONTRACT[step.number].items()
+    return [name for name, arguments in wanted if arguments_of(found, name) == arguments]
 
 
 def _check_with_solution(rank: int, world_size: int, number: int, names: list[str]) -> None:
@@ -291,3 +307,165 @@ def _check_with_solution(rank: int, world_size: int, number: int, names: list[st
 @pytest.mark.parametrize("step", list(filter(replaceable, WITH_EXERCISE)), ids=name_of)
 def test_a_solution_passes_the_check_of_its_step(lab_pool: Ranks, step: LabStep) -> None:
     lab_pool.run(_check_with_solution, step.number, replaceable(step))
+
+
+# Masks, features and rings, of steps and of solutions.
+
+
+def step_module(number: int) -> ModuleType:
+    return importlib.import_module(find_step(number).module)
+
+
+def other(number: int, folder: str) -> ModuleType:
+    """The exercise of a step, or its solution."""
+    name = find_step(number).exercise.removesuffix(".py")
+    return importlib.import_module(f"ring_flash_attn.lab.{folder}.{name}")
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.double(), want, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("where", ["step", "solution"])
+@pytest.mark.parametrize("blocks", [(16, 16), (7, 32), (64, 5)])
+@pytest.mark.parametrize("rows", [(50, 50), (1, 70), (33, 64), (64, 33)])
+def test_causal(where: str, rows: tuple[int, int], blocks: tuple[int, int]) -> None:
+    module = step_module(9) if where == "step" else other(9, "solutions")
+    seen = visible(*rows, True)
+    want = []
+    for i in range(math.ceil(rows[0] / blocks[0])):
+        for j in range(math.ceil(rows[1] / blocks[1])):
+            block = seen[i * blocks[0] :, j * blocks[1] :][: blocks[0], : blocks[1]]
+            if block.any():
+                want.append((i, j, not bool(block.all())))
+    assert module.visible_blocks(*rows, *blocks, True) == want
+    full = module.visible_blocks(*rows, *blocks, False)
+    assert len(full) == math.ceil(rows[0] / blocks[0]) * math.ceil(rows[1] / blocks[1])
+    assert not any(needs_mask for _, _, needs_mask in full)
+    torch.manual_seed(1)
+    q, k, v = torch.randn(2, rows[0], 20), *torch.randn(2, 2, rows[1], 20)
+    for got, exact in zip(module.causal_forward(q, k, v, *blocks), attention(q, k, v, causal=True)):
+        close(got, exact)
+
+
+@pytest.mark.parametrize("where", ["step", "solution"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("heads_k", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("rows", "causal", "window"),
+    [((40, 40), False, (-1, -1)), ((30, 71), True, (5, -1)), ((71, 30), True, (-1, -1)),
+     ((45, 45), False, (0, 0)), ((45, 60), False, (-1, 3))],
+)  # fmt: skip
+def test_features(
+    where: str, rows: tuple[int, int], causal: bool, window: Any, heads_k: int, with_sinks: bool
+) -> None:
+    module = step_module(10) if where == "step" else other(10, "solutions")
+    torch.manual_seed(2)
+    q, dout = torch.randn(2, 2, rows[0], 4, 12)
+    k, v = torch.randn(2, 2, rows[1], heads_k, 12)
+    sinks = torch.randn(4) if with_sinks else None
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    want = attention(*exact, causal=causal, window=window, sinks=sinks)
+    out, lse = module.grouped_forward(q, k, v, causal, window, sinks)
+    close(out, want[0].detach())
+    close(lse, want[1].detach())
+    grads = module.grouped_backward(q, k, v, out, lse, dout, causal, window)
+    for got, expected in zip(grads, torch.autograd.grad(want[0], exact, dout.double())):
+        close(got, expected)
+
+
+@pytest.mark.parametrize("where", ["step", "solution"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(33, 1, 0, 64, 31), (5,), (0, 0, 3), (32, 32)])
+def test_packed(where: str, lengths: tuple[int, ...], causal: bool) -> None:
+    module = step_module(11) if where == "step" else other(11, "solutions")
+    torch.manual_seed(3)
+    cu_seqlens = [0, *accumulate(lengths)]
+    q, k, v = torch.randn(3, cu_seqlens[-1], 2, 20)
+    want = attention(q, k, v, causal=causal, cu_seqlens_q=cu_seqlens)
+    for offsets in (cu_seqlens, torch.tensor(cu_seqlens, dtype=torch.int32)):
+        for got, exact in zip(module.packed_forward(q, k, v, offsets, causal), want):
+            close(got, exact)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_ring_of_the_solution(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, causal: bool
+) -> None:
+    step, solution = step_module(13), other(13, "solutions")
+    monkeypatch.setattr(step, "ring_forward", solution.ring_forward)
+    monkeypatch.setattr(step, "ring_backward", solution.ring_backward)
+    torch.manual_seed(4)
+    tensors = torch.randn(4, 7 * world_size, 12).unbind()
+    found = step.ring_attention(*tensors, world_size=world_size, causal=causal)
+    for got, want in zip(found, step.exact(*tensors, causal=causal)):
+        close(got, want)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_zigzag_of_the_solution(world_size: int) -> None:
+    step, solution = step_module(14), other(14, "solutions")
+    for rank in range(world_size):
+        assert step.zigzag_steps(rank, world_size) == solution.zigzag_steps(rank, world_size)
+        for length in (2 * world_size, 37, 64):
+            mine = solution.zigzag_shard(length, rank, world_size)
+            assert mine.dtype is torch.int64
+            assert torch.equal(mine, step.zigzag_shard(length, rank, world_size))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_predictions_of_the_solution(world_size: int, backward: bool) -> None:
+    step, solution = step_module(15), other(15, "solutions")
+    for bandwidth in (450e9, 5e9):
+        numbers = (10**9, 65536, world_size, 32, 8, 128, 7e14, bandwidth, 1e-5, backward)
+        assert step.predict(*numbers) == pytest.approx(solution.predict(*numbers))
+    if world_size == 1:
+        assert step.predict(*numbers)["communication"] == 0
+
+
+def test_without_stored_results(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """An installed package has none."""
+    step = step_module(15)
+    monkeypatch.setattr(step, "RESULTS", tmp_path)
+    step.show()
+    assert "source checkout" in capsys.readouterr().out
+
+
+def test_checks_notice_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One planted in each step."""
+
+    def no_masks(*numbers: Any, causal: bool) -> list[tuple[int, int, bool]]:
+        return [(i, j, False) for i, j, _ in visible_blocks(*numbers, causal)]
+
+    def window_off_by_one(*numbers: Any) -> tuple[int, int]:
+        begin, end = key_range(*numbers)
+        return begin, max(begin, end - 1)
+
+    def no_rescale(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+        return out1 + out2, torch.maximum(lse1, lse2)
+
+    def leaks(cu_seqlens: Any, block_q: int) -> Any:
+        return work_items([0, cu_seqlens[-1]], block_q)
+
+    def wrong_half(rank: int, world_size: int) -> Any:
+        return [(s, q, "all", c) for s, q, _, c in zigzag_steps(rank, world_size)]
+
+    visible_blocks, key_range = step_module(9).visible_blocks, step_module(10).key_range
+    work_items, zigzag_steps = step_module(11).work_items, step_module(14).zigzag_steps
+    for number, name, mistake in (
+        (9, "visible_blocks", no_masks),
+        (10, "key_range", window_off_by_one),
+        (11, "work_items", leaks),
+        (13, "merge", no_rescale),
+        (14, "zigzag_steps", wrong_half),
+        (15, "causal_pairs", lambda *lengths: sum(n * n for n in lengths)),
+        (16, "places", lambda file: {}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(step_module(number), name, mistake)
+            with pytest.raises(AssertionError, match=r"\d"):
+                step_module(number).check()

@@ -37,7 +37,7 @@ def backward_kernel(
 
 
 class WeightedSum(torch.autograd.Function):
-    """`apply(x, weight)`: x (rows, d), weight (d,) → (rows,)."""
+    """`apply(x, weight)`: x (rows, d), perhaps not contiguous, weight (d,) → (rows,)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -46,5 +46,8 @@ class WeightedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Launch `backward_kernel`; return ∂L/∂x (rows, d) and ∂L/∂weight (d,)."""
+        """Launch `backward_kernel`; return ∂L/∂x (rows, d) and ∂L/∂weight (d,).
+
+        `grad` (rows,) may be one number, expanded, as after y.sum().
+        """
         raise NotImplementedError("allocate dx and (programs, d) parts, launch, sum the parts")

@@ -1,0 +1,152 @@
+"""Step 6: backward by recomputation, and what it gives after each mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .compare import Compare
+from .forward import SIZES, plain_inputs, truth_of
+from .learner import Cases, Learner
+from .masks import seen, wrong_masks
+from .setting import INF, LN2, PLAIN, Form, Mistake, Setting, Suspect, expand, random
+
+MISTAKES = {
+    "scale_dk": Mistake("missing 1/√d in dK", "dK is √d times too large",
+        "s = scale · q kᵀ, so dK = scale · dSᵀ q."),
+    "scale_dq": Mistake("missing 1/√d in dQ", "dQ is √d times too large",
+        "s = scale · q kᵀ, so dQ = scale · dS k."),
+    "dq_twice": Mistake("dQ summed twice", "some or all key blocks are in dQ more than once",
+        "Each pair of tiles adds to dQ once. Look for a sum that is added to itself, or for two "
+        "kernels that both add."),
+    "overwritten": Mistake("overwritten, not summed",
+        "a gradient holds the share of one block only",
+        "Add up over the blocks of the other sequence: +=, not =."),
+    "unrounded": Mistake("D from unrounded O", "D is not made from the output that was handed in",
+        "D = rowsum(dO ∘ O) with the stored, rounded O: that is the output which dO belongs to. "
+        "Do not compute O again."),
+    "no_d": Mistake("no D", "dS lacks the term of the softmax's sum",
+        "dS = P ∘ (dP − D), with D = rowsum(dO ∘ O) for each row."),
+}  # fmt: skip
+
+
+def gradients(
+    setting: Setting,
+    counts: Tensor,
+    *,
+    factor: float = 1.0,
+    powers: tuple[float, float] = (1.0, 1.0),
+    d: str = "",
+    group: Callable[[Tensor], Tensor] = lambda x: x.sum(2),
+    interleave: bool = True,
+) -> dict[str, Tensor]:
+    """dq, dk, dv by recomputation: P = exp(s − lse), D = rowsum(dO ∘ O), dS = P ∘ (dP − D).
+
+    `powers` multiply scores and lse in the exponent; `factor` the scores.
+    """
+    assert setting.out is not None
+    assert setting.lse is not None
+    assert setting.dout is not None
+    k, v = (expand(x, setting.group, interleave) for x in (setting.k, setting.v))
+    scale = setting.scale * factor
+    s = setting.q @ k.transpose(-1, -2) * scale * powers[0]
+    lse = setting.lse.masked_fill(setting.lse == -INF, INF) * powers[1]
+    p = (s - lse[..., None]).exp() * counts.to(s)
+    dp = setting.dout @ v.transpose(-1, -2)
+    total = (setting.dout * setting.out).sum(-1, keepdim=True)
+    if d == "unrounded":
+        total = (p * dp).sum(-1, keepdim=True)
+    if d == "output":
+        total = (setting.dout * (p @ v)).sum(-1, keepdim=True)
+    if d == "none":
+        total = torch.zeros_like(total)
+    ds = p * (dp - total)
+    dq, dk = ds @ k * scale, ds.transpose(-1, -2) @ setting.q * scale
+    dv = p.transpose(-1, -2) @ setting.dout
+    if setting.group > 1:
+        dk, dv = (group(x.unflatten(1, (-1, setting.group))) for x in (dk, dv))
+    return {"dq": dq, "dk": dk, "dv": dv}
+
+
+def backward_suspects(setting: Setting) -> Iterator[Suspect]:
+    """What (dq, dk, dv) looks like after each mistake."""
+    counts, scale = seen(setting), setting.scale
+    right = gradients(setting, counts)
+    yield "scale_dk", {"dk": right["dk"] / scale}
+    yield "scale_dq", {"dq": right["dq"] / scale}
+    yield "scale_twice", {"dq": right["dq"] * scale, "dk": right["dk"] * scale}
+    yield "dq_twice", {"dq": right["dq"] * 2}
+    yield "unrounded", gradients(setting, counts, d="unrounded")
+    yield "unrounded", gradients(setting, counts, d="output")
+    yield "no_d", gradients(setting, counts, d="none")
+    for mistake, mask in wrong_masks(setting):
+        yield mistake, gradients(setting, mask)
+    for powers in ((1.0, LN2), (LN2, 1.0), (LN2, LN2), (1 / LN2, 1.0), (1 / LN2, 1 / LN2)):
+        yield "base2", gradients(setting, counts, powers=powers)
+    yield "scale_twice", gradients(setting, counts, factor=scale)
+    yield "scale_missing", gradients(setting, counts, factor=1 / scale)
+    yield "scale_missing", gradients(setting, counts, powers=(1 / scale, 1.0))
+    yield "scale_twice", gradients(setting, counts, powers=(scale, 1.0))
+    yield from _wrong_order(setting, counts)
+
+
+def _wrong_order(setting: Setting, counts: Tensor) -> Iterator[Suspect]:
+    """dQ that adds a sum to itself; gradients of one tile alone, the last or the first."""
+    for tile in (n for n in setting.key_tiles if n < setting.keys):
+        block = torch.arange(setting.keys) // tile
+        parts = [gradients(setting, counts * (block == i))["dq"] for i in range(block[-1] + 1)]
+        whole, doubled = torch.stack(parts), torch.zeros_like(parts[0])
+        for part in parts:
+            doubled = 2 * doubled + part
+        total = whole.sum(0)
+        for wrong in (doubled, whole.cumsum(0).sum(0), total + whole[-1], total + whole[0]):
+            yield "dq_twice", {"dq": wrong}
+        for wrong in (whole[-1], whole[0]):
+            yield "overwritten", {"dq": wrong}
+    for tile in dict.fromkeys(rows for rows, _ in setting.all_tiles if rows < setting.rows):
+        block = torch.arange(setting.rows)[:, None] // tile
+        for only in (block[-1], block[0]):
+            found = gradients(setting, counts * (block == only))
+            yield "overwritten", {"dk": found["dk"], "dv": found["dv"]}
+
+
+def judge_backward(
+    form: Form,
+    tensors: Sequence[Tensor],
+    setting: Setting,
+    suspects: Callable[[Setting], Iterable[Suspect]] = backward_suspects,
+    tolerance: float = 2e-4,
+    rounded: bool = False,
+) -> tuple[Compare, list[Tensor]]:
+    """Compare gradients with the true ones and with suspects; and q, k, v, out, lse, dout."""
+    out, lse = (x.float() for x in truth_of(form, setting).values())
+    dout = random(*out.shape, seed=7)
+    if rounded:
+        out = out.to(torch.float8_e4m3fn).float()
+    wide = [form.ours(name, x.double()) for name, x in (("out", out), ("lse", lse), ("out", dout))]
+    setting = replace(setting, out=wide[0], lse=wide[1], dout=wide[2])
+    right = gradients(setting, seen(setting))
+    truth = {name: form.learner(name, x) for name, x in right.items()}
+    judge = Compare(truth, form, setting, partial(suspects, setting), tolerance, setting.masked)
+    return judge, [*tensors, out, lse, dout]
+
+
+def backward_cases(learner: Learner, name: str, tolerance: float = 2e-4) -> Cases:
+    """Backward passes of (batch, rows, d)."""
+    for size in SIZES:
+        for rounded in (False, True) if size == SIZES[0] else (False,):
+            tensors, setting = plain_inputs(*size)
+            more = ("out rounded to fp8 by the forward pass",) if rounded else ()
+            judge, given = judge_backward(
+                PLAIN, tensors, setting, tolerance=tolerance, rounded=rounded
+            )
+            yield learner.case(name, setting.describe(*more), judge, *given, size[3])
+
+
+def tiled_backward(learner: Learner) -> Cases:
+    """Step 6."""
+    yield from backward_cases(learner, "tiled_backward")
