@@ -1,4 +1,4 @@
-"""How the balanced layout spreads packed documents: tokens and pairs even, little that travels.
+"""The balanced layout: packed documents with tokens and pairs even, and little that travels.
 
 Ranks are filled in turn. Each takes the end of the longest document that is left, and the shortest
 ones whole, in the mix that gives it its share of tokens and of pairs. So a long document is on few
@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .layout import add_layout, chunk
 from .tiles import Mask, band_pairs
 
 Slice = tuple[int, int, int]  # document, first token, one past the last
@@ -27,6 +30,81 @@ SHORT = 4 * BLOCK  # tokens; shorter documents cost more than their pairs, so al
 SMALL = 16  # provided that so many of them fit into a rank
 CLOSE = 0.002  # by how much of its share a rank's pairs may be off, where that saves something
 TOKEN = 200  # pairs that are computed while the keys and values of a token are on the way
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """A layout that places documents by their lengths: tokens and pairs even, little that travels.
+
+    All ranks hold as many tokens, to one; they compute as many pairs, where the documents allow it;
+    long documents are on few ranks, and most short ones on one. A single sequence is spread as in
+    zigzag. Every rank derives the same from cu_seqlens.
+
+    Where a document has more keys than queries, or fewer, the queries decide: its keys are cut at
+    the same parts of its length.
+
+    Attributes:
+        masks: (mask, weight) of each kind of layer. The weight is that of a layer times how many
+            there are: pairs are even over all of them together, not within each kind. The layout
+            computes any other mask as well, if less evenly.
+        ranks_per_node: ranks that follow each other and share a node, which documents are kept in
+            where that can be; None: all ranks are alike.
+    """
+
+    masks: tuple[tuple[Mask, float], ...] = ((Mask(right=0), 1),)
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "masks", _checked_masks(self.masks))
+        ranks = self.ranks_per_node
+        if ranks is not None and (type(ranks) is not int or ranks < 1):
+            raise ValueError(f"ranks_per_node must be a positive integer or None, not {ranks!r}")
+
+    @property
+    def name(self) -> str:
+        return "balanced" if self == Balanced() else repr(self)
+
+    def held(
+        self,
+        lengths: Sequence[int],
+        rank: int,
+        world_size: int,
+        queries: Sequence[int] | None = None,
+    ) -> Iterable[tuple[int, range]]:
+        """Slices of documents, in the order of the stream."""
+        decides = tuple(lengths if queries is None or len(queries) == 1 else queries)
+        slices = _placed(self, decides, world_size)[rank]
+        if decides == tuple(lengths):
+            return [(document, range(start, stop)) for document, start, stop in slices]
+        found = [
+            (document, range(start * keys // of, stop * keys // of))
+            for document, start, stop in slices
+            for keys, of in ((lengths[document], decides[document]),)
+        ]
+        unseen = [document for document, number in enumerate(decides) if not number]
+        found += [(each, chunk(lengths[each], rank, world_size)) for each in unseen]
+        return sorted(found, key=lambda each: (each[0], each[1].start))
+
+
+def _checked_masks(masks: Any) -> tuple[tuple[Mask, float], ...]:
+    """The same as tuples; ValueError unless there are masks with positive weights."""
+    wrong = f"masks must be pairs ((Mask(...), weight), …) with positive weights, not {masks!r}"
+    try:
+        found = tuple((mask, weight) for mask, weight in masks)
+    except (TypeError, ValueError):
+        raise ValueError(wrong) from None
+    for mask, weight in found:
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not (isinstance(mask, Mask) and number and 0 < weight < inf):
+            raise ValueError(wrong)
+    if not found:
+        raise ValueError(wrong)
+    return found
+
+
+@lru_cache(maxsize=64)  # all ranks, tensors and layers share it
+def _placed(layout: Balanced, lengths: tuple[int, ...], world_size: int) -> list[list[Slice]]:
+    return place(lengths, world_size, layout.masks, layout.ranks_per_node)
 
 
 def place(
@@ -349,3 +427,6 @@ def _split(counts: Sequence[int], tokens: int) -> list[int]:
     number = bisect_left(counts, tokens)
     ends = [*counts[:number], tokens]
     return [b - a for a, b in pairwise(ends)]
+
+
+add_layout(Balanced())
