@@ -43,10 +43,10 @@ class Balanced:
     Where a document has more keys than queries, or fewer, the queries decide: its keys are cut at
     the same parts of its length.
 
-    Attributes:
-        masks: (mask, weight) of each kind of layer. The weight is that of a layer times how many
-            there are: pairs are even over all of them together, not within each kind. The layout
-            computes any other mask as well, if less evenly.
+    Args:
+        masks: ((mask, weight), …), one for each kind of layer; the weight is how many there are.
+            Pairs are even over all of them together. By default causal. Attention itself may have
+            any other mask, with work that is less even.
         ranks_per_node: ranks that follow each other and share a node, which documents are kept in
             where that can be; None: all ranks are alike.
     """
@@ -89,13 +89,18 @@ class Balanced:
 def _checked_masks(masks: Any) -> tuple[tuple[Mask, float], ...]:
     """The same as tuples; ValueError unless there are masks with positive weights."""
     wrong = f"masks must be pairs ((Mask(...), weight), …) with positive weights, not {masks!r}"
+
+    def is_mask(mask: object) -> bool:
+        sides = (mask.left, mask.right) if isinstance(mask, Mask) else (-1,)
+        return all(side is None or (type(side) is int and side >= 0) for side in sides)
+
     try:
         found = tuple((mask, weight) for mask, weight in masks)
     except (TypeError, ValueError):
         raise ValueError(wrong) from None
     for mask, weight in found:
         number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not (isinstance(mask, Mask) and number and 0 < weight < inf):
+        if not (is_mask(mask) and number and 0 < weight < inf):
             raise ValueError(wrong)
     if not found:
         raise ValueError(wrong)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean
 from time import process_time
 from typing import Any
@@ -324,7 +325,18 @@ def test_a_name_says_what_all_ranks_must_agree_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "masks", [(), CAUSAL, (CAUSAL,), ((CAUSAL, 0),), ((CAUSAL, True),), (("causal", 1),), None, 3]
+    "masks",
+    [
+        (),
+        CAUSAL,
+        (CAUSAL,),
+        ((CAUSAL, 0),),
+        ((CAUSAL, True),),
+        (("causal", 1),),
+        ((Mask(-1, 0), 1),),
+        None,
+        3,
+    ],
 )
 def test_wrong_masks_are_refused(masks: Any) -> None:
     with pytest.raises(ValueError, match="masks must be pairs"):
@@ -341,3 +353,35 @@ def test_wrong_numbers_of_ranks_are_refused(number: Any) -> None:
 def test_what_is_no_layout_is_refused(layout: Any) -> None:
     with pytest.raises(ValueError, match="unknown layout"):
         get_layout(layout)
+
+
+def blocks(start: int, stop: int) -> int:
+    """Blocks of 128 × 128 that a kernel computes for causal queries of a slice."""
+    return sum(-(-min(row + 128, stop) // 128) for row in range(start, stop, 128))
+
+
+def figures(world_size: int) -> list[str]:
+    """A row of the table of packs in docs/design.md."""
+    pairs_, blocks_, means, mosts, numbers = [], [], [], [], []
+    for seed in range(20):
+        lengths = documents(world_size, seed)
+        held = place(lengths, world_size, MASKS["causal"])
+        work = [pairs(lengths, MASKS["causal"], slices) for slices in held]
+        price = [sum(blocks(start, stop) for _, start, stop in slices) for slices in held]
+        traffic = [received(slices) / SHARD for slices in held]
+        pairs_.append(max(work) / mean(work))
+        blocks_.append(max(price) / mean(price))
+        means.append(mean(traffic))
+        mosts.append(max(traffic))
+        numbers.append(max(map(len, held)))
+    even = (f"{mean(each):.3f} ({max(each):.3f})" for each in (pairs_, blocks_))
+    return [*even, f"{mean(means):.2f} ({mean(mosts):.2f})", f"{mean(numbers):.0f}"]
+
+
+def test_the_table_of_packs_is_true() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    rows = text.partition("<!-- packs -->\n")[2].partition("\n\n")[0].splitlines()[2:]
+    table = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[0] for row in table] == ["8", "16", "64"]
+    for ranks, *found in table:
+        assert found == figures(int(ranks))
