@@ -285,7 +285,7 @@ class _Pool:
         return work / (stop - start), document, start, stop, work
 
     def take(self, tokens: int, work: float) -> list[Slice]:
-        """Remove so many tokens, at most half of all, with so many pairs."""
+        """Remove so many tokens with so many pairs."""
         self._low = _sums(self.items, tokens)
         self._high = _sums(reversed(self.items), tokens)
         dense = _solve(lambda n: self._dense(n) + self._sparse(tokens - n), tokens, work)

@@ -209,6 +209,23 @@ def test_equal_documents_stay_as_whole_as_can_be(number: int, length: int, world
     assert len({pairs((length,) * number, MASKS["causal"], slices) for slices in held}) == 1
 
 
+@given(number=st.integers(1, 20), world_size=st.integers(2, 32))
+@settings(deadline=None)
+def test_equal_documents_are_as_good_as_in_zigzag(number: int, world_size: int) -> None:
+    """No more travels, and pairs are as even; a single one has zigzag's roundings."""
+    lengths = (4096,) * number
+    ours = place(lengths, world_size, MASKS["causal"])
+    zigzag = [
+        [(d, t.start, t.stop) for d, t in get_layout("zigzag").held(lengths, rank, world_size)]
+        for rank in range(world_size)
+    ]
+    assert sum(map(received, ours)) <= 1.001 * sum(map(received, zigzag))
+    most, least = (
+        max(pairs(lengths, MASKS["causal"], slices) for slices in held) for held in (ours, zigzag)
+    )
+    assert most <= 1.0025 * least
+
+
 def test_a_sliding_window_leaves_a_sequence_in_one_run_a_rank() -> None:
     """As even as zigzag, and half the traffic."""
     held = place((6400,), 8, ((Mask(left=10, right=0), 1),))
