@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import comm
 from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
-from ..plan.layout import get_layout
+from ..plan.layout import Layout, get_layout
 from ..plan.problem import Problem
 from ..plan.steps import Side
 from ..plan.tiles import Mask
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 def shard(
     x: Tensor,
-    layout: str,
+    layout: str | Layout,
     *,
     cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
     dim: int | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -37,6 +38,8 @@ def shard(
         layout: as in `ring_attention`.
         cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
             sequences.
+        cu_seqlens_q: that of the queries, where these tokens are keys and their numbers differ;
+            layout "balanced" then places keys with their queries.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
         rank, world_size: which part of how many; by default this process's in `group`.
         group: process group; the default one if None.
@@ -46,15 +49,17 @@ def shard(
     """
     dim = _token_dim(dim, cu_seqlens, x)
     rank, world_size = _who(rank, world_size, group)
-    problem = _problem(layout, cu_seqlens, x.shape[dim], world_size, f"x in dim = {dim}")
+    where = f"x in dim = {dim}"
+    problem = _problem(layout, cu_seqlens, cu_seqlens_q, x.shape[dim], world_size, where)
     return x.index_select(dim, torch.tensor(_tokens(problem, rank), device=x.device).long())
 
 
 def unshard(
     x: Tensor | Sequence[Tensor],
-    layout: str,
+    layout: str | Layout,
     *,
     cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
     seqlen: int | None = None,
     dim: int | None = None,
     group: ProcessGroup | None = None,
@@ -66,6 +71,8 @@ def unshard(
         layout: as in `ring_attention`.
         cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
             sequences.
+        cu_seqlens_q: that of the queries, where these tokens are keys and their numbers differ;
+            layout "balanced" then places keys with their queries.
         seqlen: tokens of the whole sequence without cu_seqlens; by default all shards are equal.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
         group: process group; the default one if None.
@@ -86,7 +93,7 @@ def unshard(
         rank, world_size = comm.rank_and_size(group)
         if seqlen is None and cu_seqlens is None:
             seqlen = x.shape[dim] * world_size
-        problem = _problem(layout, cu_seqlens, seqlen, world_size)
+        problem = _problem(layout, cu_seqlens, cu_seqlens_q, seqlen, world_size)
         _check_size(problem, rank, x, dim)
         sizes = [problem.size(Side.KEY, other) for other in range(world_size)]
         shapes = [(*x.shape[:dim], size, *x.shape[dim:][1:]) for size in sizes]
@@ -98,7 +105,8 @@ def unshard(
         total = sum(part.shape[dim] for part in x)
         if seqlen is not None and seqlen != total:
             raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
-        problem = _problem(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
+        where = f"x in dim = {dim}"
+        problem = _problem(layout, cu_seqlens, cu_seqlens_q, total, len(x), where)
         for rank, part in enumerate(x):
             _check_size(problem, rank, part, dim)
     tokens = [token for rank in range(len(x)) for token in _tokens(problem, rank)]
@@ -127,9 +135,10 @@ def _check_shards(x: Sequence[Tensor], dim: int | None, cu_seqlens: CuSeqlens | 
 
 
 def position_ids(
-    layout: str,
+    layout: str | Layout,
     *,
     cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
     seqlen: int | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -142,6 +151,8 @@ def position_ids(
         layout: as in `ring_attention`.
         cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
             sequences.
+        cu_seqlens_q: that of the queries, where these tokens are keys and their numbers differ;
+            layout "balanced" then places keys with their queries.
         seqlen: tokens of the whole sequence; needed without cu_seqlens.
         rank, world_size: which part of how many; by default this process's in `group`.
         group: process group; the default one if None.
@@ -158,7 +169,8 @@ def position_ids(
     if device is None and isinstance(cu_seqlens, Tensor):
         device = cu_seqlens.device
     rank, world_size = _who(rank, world_size, group)
-    held = _problem(layout, cu_seqlens, seqlen, world_size).spans(Side.KEY, rank)
+    problem = _problem(layout, cu_seqlens, cu_seqlens_q, seqlen, world_size)
+    held = problem.spans(Side.KEY, rank)
     positions = [position for span in held for position in span.positions]
     return torch.tensor(positions, dtype=torch.int64, device=device)
 
@@ -187,8 +199,9 @@ def _who(rank: int | None, world_size: int | None, group: ProcessGroup | None) -
 
 
 def _problem(
-    layout: str,
+    layout: str | Layout,
     cu_seqlens: CuSeqlens | None,
+    cu_seqlens_q: CuSeqlens | None,
     total: int | None,
     world_size: int,
     where: str = "seqlen",
@@ -199,7 +212,16 @@ def _problem(
         raise ValueError(
             f"cu_seqlens ends at {sum(lengths)}, but there are {total} tokens ({where})"
         )
-    return Problem(get_layout(layout), lengths, lengths, world_size, Mask())
+    queries = lengths
+    if cu_seqlens_q is not None:
+        if cu_seqlens is None:
+            raise ValueError("cu_seqlens_q is given without cu_seqlens")
+        queries = document_lengths(cu_seqlens_q, name="cu_seqlens_q", fresh=True)
+        if len(queries) != len(lengths):
+            raise ValueError(
+                f"cu_seqlens_q delimits {len(queries)} documents, cu_seqlens {len(lengths)}"
+            )
+    return Problem(get_layout(layout), queries, lengths, world_size, Mask())
 
 
 def _tokens(problem: Problem, rank: int) -> list[int]:

@@ -11,6 +11,7 @@ from xml.sax.saxutils import escape
 
 from ..bench.replays.results import COMPUTE, TRANSFERS, Replay
 from ..bench.workload import BACKWARD, FORWARD
+from ..plan.layout import SplitLayout
 from .schedule import LONGER, Patch, Schedule, colour, percent
 
 _TEXT = "#768390"  # can be read on white and on black
@@ -44,10 +45,11 @@ def draw_svg(schedules: Sequence[Schedule]) -> str:
     for number, schedule in enumerate(schedules):
         x, layout = _MARGIN + number * (_PANEL + _GAP), schedule.problem.layout
         title = f"{layout.name} × {schedule.route}"
-        says = (layout.split.__doc__ or "").split(".")[0].split(":")[0]
+        split = layout if not isinstance(layout, SplitLayout) else layout.split
+        says = (split.__doc__ or "").split(".")[0].split(":")[0]
         parts.append(_write(x, top - (64 if packed else 50), title, 16, extra='font-weight="600"'))
         parts.append(_write(x, top - (46 if packed else 32), says, 11))
-        if packed:
+        if packed and isinstance(layout, SplitLayout):
             scope = "of the whole stream" if layout.flat else "of each document by itself"
             parts.append(_write(x, top - 32, scope, 11))
         parts += _mask(schedule, x + _GUTTER, top)

@@ -13,7 +13,7 @@ from .. import comm
 from ..cache import Cache
 from ..kernels.base import registrations
 from ..plan.build import check_route
-from ..plan.layout import get_layout
+from ..plan.layout import Layout, get_layout
 from ..plan.llama3 import Llama3Problem
 from ..plan.problem import Problem
 from . import checks
@@ -34,7 +34,7 @@ def run_ring(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str,
+    layout: str | Layout,
     route: str,
     packed: bool | None = None,
     equal_shards: bool = False,
@@ -222,7 +222,7 @@ def _key(
 
 
 def run_virtual(
-    layout: str,
+    layout: str | Layout,
     route: str,
     shards: Sequence[QKV],
     lengths_q: tuple[int, ...],
@@ -283,7 +283,7 @@ def _check_documents(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> None
 
 
 def make_problem(
-    layout: str,
+    layout: str | Layout,
     route: str,
     lengths_q: tuple[int, ...],
     lengths_k: tuple[int, ...],

@@ -12,8 +12,9 @@ from calls import held_of
 from hypothesis import given, settings
 from strategies import document_lengths, world_sizes
 
-from ring_flash_attn import position_ids, shard, unshard
+from ring_flash_attn import Balanced, Mask, position_ids, ring_attention, shard, unshard
 from ring_flash_attn.plan.layout import layout_names
+from ring_flash_attn.verify.oracle import Rules, oracle
 
 CU_SEQLENS = [0, 7, 7, 8, 21]
 
@@ -106,6 +107,52 @@ def test_rotating_shards_is_sharding_the_rotated(layout: str, world_size: int) -
         who: dict[str, Any] = {"cu_seqlens": CU_SEQLENS, "rank": rank, "world_size": world_size}
         rotated = rope(shard(x, layout, **who), position_ids(layout, **who))
         assert torch.equal(rotated, shard(rope(x, whole), layout, **who))
+
+
+BALANCED = Balanced(masks=((Mask(right=0), 1), (Mask(left=4, right=0), 3)), ranks_per_node=2)
+CU_SEQLENS_K = [0, 3, 5, 5, 30]
+
+
+def balanced_on_a_group(rank: int, n: int) -> list[torch.Tensor]:
+    """As a user would: the same object everywhere, and other keys than queries."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(m, 2, 4, dtype=torch.float64) for m in (21, 30, 30))
+    cu: dict[str, Any] = {"cu_seqlens": CU_SEQLENS}
+    cu_k: dict[str, Any] = {"cu_seqlens": CU_SEQLENS_K, "cu_seqlens_q": CU_SEQLENS}
+    mine = [shard(q, BALANCED, **cu), shard(k, BALANCED, **cu_k), shard(v, BALANCED, **cu_k)]
+    leaves = [x.requires_grad_() for x in mine]
+    out = ring_attention(
+        *leaves, layout=BALANCED, route="ring", **cu, cu_seqlens_k=CU_SEQLENS_K, causal=True
+    )
+    grads = torch.autograd.grad(out.sin().sum(), leaves)
+    assert torch.equal(unshard(shard(k, BALANCED, **cu_k), BALANCED, **cu_k), k)
+    dq, dk, dv = (
+        unshard(x, BALANCED, **own) for x, own in zip(grads, (cu, cu_k, cu_k), strict=True)
+    )
+    return [unshard(out.detach(), BALANCED, **cu), dq, dk, dv]
+
+
+def test_balanced_on_a_group(ranks: Any) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(m, 2, 4, dtype=torch.float64) for m in (21, 30, 30)]
+    leaves = [x.requires_grad_() for x in leaves]
+    out, _ = oracle(*leaves, Rules(causal=True), CU_SEQLENS, CU_SEQLENS_K)
+    expected = [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+    for found in ranks(3).run(balanced_on_a_group):
+        for ours, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
+
+
+def test_keys_without_their_queries_are_noticed() -> None:
+    """Shards of keys cut by their own lengths have other sizes; documents must be as many."""
+    k, who = torch.randn(30, 2), {"rank": 0, "world_size": 3}
+    alone = shard(k, "balanced", cu_seqlens=CU_SEQLENS_K, **who)
+    ours = shard(k, "balanced", cu_seqlens=CU_SEQLENS_K, cu_seqlens_q=CU_SEQLENS, **who)
+    assert len(alone) != len(ours)
+    with pytest.raises(ValueError, match="cu_seqlens_q is given without cu_seqlens"):
+        shard(k, "balanced", cu_seqlens_q=CU_SEQLENS, dim=0, **who)
+    with pytest.raises(ValueError, match="cu_seqlens_q delimits 1 documents, cu_seqlens 4"):
+        shard(k, "balanced", cu_seqlens=CU_SEQLENS_K, cu_seqlens_q=[0, 21], **who)
 
 
 def test_gradients_flow_through_shard_and_unshard() -> None:

@@ -21,6 +21,7 @@ from ranks import Ranks
 from torch import Tensor
 
 from ring_flash_attn import (
+    Balanced,
     flash_attn_func,
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
@@ -93,6 +94,9 @@ def disagree(rank: int, n: int) -> dict[str, str]:
         "sources": lambda: ring_attention(
             *x, layout="zigzag", route="ring", sources_per_launch=3 if odd else None, group=group
         ),
+        "balanced": lambda: ring_attention(
+            *x, layout=Balanced(ranks_per_node=2) if odd else "balanced", route="ring", group=group
+        ),
         "form": lambda: (
             ring_flash_attn_varlen_func(*(t[0] for t in x), cu, 6, group=group)
             if odd
@@ -131,6 +135,7 @@ def test_ranks_that_disagree_all_get_an_error(ranks: Any) -> None:
             "sources_per_launch = 4 on ranks 0, 2",
             "sources_per_launch = 3 on rank 1",
         ],
+        "balanced": ['layout = "balanced" on ranks 0, 2', "ranks_per_node=2"],
         "form": ["batch = 1 on ranks 0, 2", "batch = null on rank 1", "documents = 2 on rank 1"],
     }
     assert set(ways) == set(said[0])
@@ -138,7 +143,7 @@ def test_ranks_that_disagree_all_get_an_error(ranks: Any) -> None:
         for each in words:
             assert each in said[0][what], said[0][what]
         unrelated = {"softcap", "layout", "dtype"} - {what}
-        if what != "form":
+        if what not in ("form", "balanced"):
             assert not any(f"{field} =" in said[0][what] for field in unrelated), "only differences"
 
 

@@ -307,6 +307,9 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     packed = {"x": x, "layout": "zigzag", "cu_seqlens": cu}
     kinds = {"x": tensors, "cu_seqlens": MAYBE_OFFSETS, "dim": Kind({"None": None, "0": 0})}
     yield "shard, packed", Case(shard, packed, (*kinds, "group", "layout"), kinds)
+    keys = {**packed, "layout": "balanced", "cu_seqlens_q": cu}
+    of_queries = {"cu_seqlens_q": MAYBE_OFFSETS}
+    yield "shard, keys", Case(shard, keys, tuple(of_queries), of_queries)
 
     unshard = ring_flash_attn.unshard
     seqlen = Kind(NOTHING, integers_like, integers_unlike)
@@ -318,6 +321,8 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     right = {"x": [x[:3], x[3:]], "layout": "zigzag", "cu_seqlens": cu}
     kinds["group"] = Kind(NOTHING)
     yield "unshard, list", Case(unshard, right, ("layout", *kinds), kinds)
+    keys = {**right, "layout": "balanced", "cu_seqlens_q": cu}
+    yield "unshard, keys", Case(unshard, keys, tuple(of_queries), of_queries)
 
     position_ids = ring_flash_attn.position_ids
     device = Kind(NOTHING, like=lambda _: ["cpu", torch.device("cpu")])
@@ -328,6 +333,8 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     kinds = {"cu_seqlens": MAYBE_OFFSETS, "seqlen": seqlen}
     right = {"layout": "zigzag", "cu_seqlens": cu, "seqlen": 6}
     yield "position_ids, packed", Case(position_ids, right, ("layout", "group", *kinds), kinds)
+    keys = {**right, "layout": "balanced", "cu_seqlens_q": cu}
+    yield "position_ids, keys", Case(position_ids, keys, tuple(of_queries), of_queries)
 
     prepare = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
     small = torch.tensor([0, 1], dtype=torch.int32)  # the results have its dtype
@@ -445,7 +452,12 @@ WHOLE = [name for name, (_, form) in FUNCTIONS.items() if form in ("func", "")]
 
 def test_every_public_function_is_tried() -> None:
     others = {case.function.__name__ for _, case in other_cases()}
-    assert {*ATTENTION, *others, "substitute_hf_flash_attn"} == {*ring_flash_attn.__all__}
+    functions = {
+        name
+        for name in ring_flash_attn.__all__
+        if not isinstance(getattr(ring_flash_attn, name), type)
+    }
+    assert {*ATTENTION, *others, "substitute_hf_flash_attn"} == functions
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -7,6 +7,7 @@ it agrees with the oracle to 1e-12, in fp32 with one rank to 1e-5, forward and g
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from samples import Results, Sample, check, expected_of, make_sample, results_of
 from torch import Tensor
 
-from ring_flash_attn import virtual_ring_attention
+from ring_flash_attn import Balanced, Mask, virtual_ring_attention
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import FLAT_PREFIX, layout_names
 
@@ -58,7 +59,7 @@ def oracle_of(form: str, feature: str) -> Results:
     return expected_of(sample_of(form, feature), SEED)
 
 
-def run(sample: Sample, layout: str, route: str, world_size: int) -> Results:
+def run(sample: Sample, layout: str | Balanced, route: str, world_size: int) -> Results:
     """Forward and backward over virtual ranks."""
     options = dict(sample.options)
     sink = options.pop("sink", None)
@@ -160,6 +161,28 @@ def test_rows_without_keys(layout: str, route: str) -> None:
         assert (actual["lse"][..., :17] == -torch.inf).all()
         assert not actual["dq"][:, :17].any()
         check(actual, expected_of(sample.to(dtype), SEED), tolerance)
+
+
+OBJECTS = (
+    Balanced(masks=((Mask(right=0), 2), (Mask(left=5, right=3), 1.5))),
+    Balanced(masks=((Mask(), 1),), ranks_per_node=3),
+)
+
+
+@pytest.mark.parametrize("layout", OBJECTS, ids=["masks", "nodes"])
+@pytest.mark.parametrize("route", route_names())
+def test_a_balanced_object_is_a_layout(layout: Balanced, route: str) -> None:
+    """Whatever masks it was made for; GQA, windows, dropout; one token, no token."""
+    forms = (
+        {"lengths_q": (13, 0, 1, 40, 7), "nheads": 6, "nheads_k": 2},
+        {"lengths_q": (13, 0, 1, 9, 4), "lengths_k": (5, 3, 0, 20, 4)},
+    )
+    rules = ({"causal": True}, {"window_size": (5, 3)}, {"causal": True, "dropout_p": 0.3})
+    for form, options in product(forms, rules):
+        sample = make_sample(**form, **options)
+        expected = expected_of(sample, SEED)
+        for world_size in (2, 5, 8):
+            check(run(sample, layout, route, world_size), expected, 1e-12)
 
 
 @pytest.mark.parametrize("route", route_names())
