@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .api.sharding import shard as shard
     from .api.sharding import unshard as unshard
     from .api.virtual import virtual_ring_attention as virtual_ring_attention
+    from .plan.balanced import Balanced as Balanced
+    from .plan.tiles import Mask as Mask
 
     __version__: str
 
@@ -33,6 +35,8 @@ module_paths.register()
 
 # Where the public names are that `api` does not have.
 _HOMES = {
+    "Balanced": ".plan.balanced",
+    "Mask": ".plan.tiles",
     "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",
     "position_ids": ".api.sharding",
     "relayout": ".api.sharding",

@@ -315,6 +315,27 @@ def test_the_drawing_of_layouts_is_true(document: str) -> None:
         assert [int(rank) for rank in holders[:16]] == [held[token] for token in range(16)]
 
 
+def test_the_picture_of_a_pack_is_true() -> None:
+    """Who holds which tokens, how many pairs each rank computes, how many keys travel."""
+    head, _, *rows = block("docs/usage.md", "pack").splitlines()
+    names = head.split()[:-2]
+    lengths = tuple(names.count(name) for name in dict.fromkeys(names))
+    assert sorted(row.split()[0] for row in rows) == sorted(layouts.layout_names())
+    for row in rows:
+        name, *numbers = row.split()
+        problem = plans.Problem(layouts.get_layout(name), lengths, lengths, 4, Mask.of(causal=True))
+        held = {}
+        pairs, keys = [], 0
+        for rank in range(4):
+            shard = problem.spans(plans.Side.KEY, rank)
+            held |= {token: rank for span in shard for token in span.tokens}
+            pairs.append(sum(position + 1 for span in shard for position in span.positions))
+            seen = {span.document: span.positions[-1] + 1 for span in shard}  # ascending
+            keys += sum(seen.values()) - sum(span.length for span in shard)
+        expected = [*(held[token] for token in range(sum(lengths))), *pairs, keys]
+        assert [int(number) for number in numbers] == expected, name
+
+
 def balance(layout: str, lengths: tuple[int, ...], world_size: int) -> str:
     problem = plans.Problem(
         layouts.get_layout(layout), lengths, lengths, world_size, Mask.of(causal=True)

@@ -5,6 +5,7 @@ from torch.distributed import ProcessGroup
 
 from ..engine.checks import CuSeqlens
 from ..engine.prepare import Output
+from ..plan.layout import Layout
 
 def ring_flash_attn_func(
     q: Tensor,
@@ -553,7 +554,7 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str,
+    layout: str | Layout,
     route: str,
     kernel: str = "auto",
     cu_seqlens: CuSeqlens | None = None,
@@ -1089,7 +1090,7 @@ def triton_ring_attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str,
+    layout: str | Layout,
     route: str,
     cu_seqlens: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,
@@ -1624,7 +1625,7 @@ def native_ring_attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str,
+    layout: str | Layout,
     route: str,
     cu_seqlens: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,

@@ -231,7 +231,8 @@ def stub() -> str:
     head = (
         "# Written by `make format`; do not edit.\n\n"
         "from torch import Tensor\nfrom torch.distributed import ProcessGroup\n\n"
-        "from ..engine.checks import CuSeqlens\nfrom ..engine.prepare import Output\n\n"
+        "from ..engine.checks import CuSeqlens\nfrom ..engine.prepare import Output\n"
+        "from ..plan.layout import Layout\n\n"
     )
     names = "".join(f'    "{name}",\n' for name in FUNCTIONS)
     defs = "".join(f"{function.stub} ...\n" for function in FUNCTIONS.values())

@@ -12,7 +12,7 @@ from .. import comm
 from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
 from ..engine.relayout import prepare_relayout, relayout_on_group, run_relayout
-from ..plan.layout import get_layout
+from ..plan.layout import Layout, get_layout
 from ..plan.problem import Problem
 from ..plan.steps import Side
 from ..plan.tiles import Mask
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 def shard(
     x: Tensor,
-    layout: str,
+    layout: str | Layout,
     *,
     cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
     dim: int | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -38,6 +39,8 @@ def shard(
         layout: as in `ring_attention`.
         cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
             sequences.
+        cu_seqlens_q: that of the queries, where these tokens are keys and their numbers differ;
+            layout "balanced" then places keys with their queries.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
         rank, world_size: which part of how many; by default this process's in `group`.
         group: process group; the default one if None.
@@ -47,15 +50,17 @@ def shard(
     """
     dim = _token_dim(dim, cu_seqlens, x)
     rank, world_size = _who(rank, world_size, group)
-    problem = _problem(layout, cu_seqlens, x.shape[dim], world_size, f"x in dim = {dim}")
+    where = f"x in dim = {dim}"
+    problem = _problem(layout, cu_seqlens, cu_seqlens_q, x.shape[dim], world_size, where)
     return x.index_select(dim, torch.tensor(_tokens(problem, rank), device=x.device).long())
 
 
 def unshard(
     x: Tensor | Sequence[Tensor],
-    layout: str,
+    layout: str | Layout,
     *,
     cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
     seqlen: int | None = None,
     dim: int | None = None,
     group: ProcessGroup | None = None,
@@ -67,6 +72,8 @@ def unshard(
         layout: as in `ring_attention`.
         cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
             sequences.
+        cu_seqlens_q: that of the queries, where these tokens are keys and their numbers differ;
+            layout "balanced" then places keys with their queries.
         seqlen: tokens of the whole sequence without cu_seqlens; by default all shards are equal.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
         group: process group; the default one if None.
@@ -87,14 +94,15 @@ def unshard(
         rank, world_size = comm.rank_and_size(group)
         if seqlen is None and cu_seqlens is None:
             seqlen = x.shape[dim] * world_size
-        problem = _problem(layout, cu_seqlens, seqlen, world_size)
+        problem = _problem(layout, cu_seqlens, cu_seqlens_q, seqlen, world_size)
         _check_size(problem, rank, x, dim)
         sizes = [problem.size(Side.KEY, other) for other in range(world_size)]
         shapes = [(*x.shape[:dim], size, *x.shape[dim:][1:]) for size in sizes]
         x = comm.gather_shards(x.contiguous(), shapes, comm.resolve_group(group))
     else:
         dim, total = _check_shards(x, dim, cu_seqlens, seqlen, group)
-        problem = _problem(layout, cu_seqlens, total, len(x), f"x in dim = {dim}")
+        where = f"x in dim = {dim}"
+        problem = _problem(layout, cu_seqlens, cu_seqlens_q, total, len(x), where)
         for rank, part in enumerate(x):
             _check_size(problem, rank, part, dim)
     tokens = [token for rank in range(len(x)) for token in _tokens(problem, rank)]
@@ -105,10 +113,11 @@ def unshard(
 @overload
 def relayout(
     x: Tensor,
-    from_layout: str,
-    to_layout: str,
+    from_layout: str | Layout,
+    to_layout: str | Layout,
     *,
     cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
     seqlen: int | None = None,
     dim: int | None = None,
     group: ProcessGroup | None = None,
@@ -116,19 +125,21 @@ def relayout(
 @overload
 def relayout(
     x: Sequence[Tensor],
-    from_layout: str,
-    to_layout: str,
+    from_layout: str | Layout,
+    to_layout: str | Layout,
     *,
     cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
     seqlen: int | None = None,
     dim: int | None = None,
 ) -> list[Tensor]: ...
 def relayout(
     x: Tensor | Sequence[Tensor],
-    from_layout: str,
-    to_layout: str,
+    from_layout: str | Layout,
+    to_layout: str | Layout,
     *,
     cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
     seqlen: int | None = None,
     dim: int | None = None,
     group: ProcessGroup | None = None,
@@ -143,6 +154,8 @@ def relayout(
         from_layout, to_layout: as in `ring_attention`.
         cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
             sequences.
+        cu_seqlens_q: that of the queries, where these tokens are keys and their numbers differ;
+            layout "balanced" then places keys with their queries.
         seqlen: tokens of the whole sequence without cu_seqlens; by default all shards are equal.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
         group: process group; the default one if None.
@@ -155,17 +168,18 @@ def relayout(
         run = torch.compiler.disable(_relayout)
     else:
         run = _relayout
-    return run(x, (from_layout, to_layout), cu_seqlens, seqlen, dim, group)
+    return run(x, (from_layout, to_layout), (cu_seqlens, cu_seqlens_q), seqlen, dim, group)
 
 
 def _relayout(
     x: Tensor | Sequence[Tensor],
-    layouts: tuple[str, str],
-    cu_seqlens: CuSeqlens | None,
+    layouts: tuple[str | Layout, str | Layout],
+    offsets: tuple[CuSeqlens | None, CuSeqlens | None],
     seqlen: int | None,
     dim: int | None,
     group: ProcessGroup | None,
 ) -> Tensor | list[Tensor]:
+    cu_seqlens, _ = offsets
     if seqlen is not None:
         seqlen = checks.check_integer("seqlen", seqlen, 0)
     where = "seqlen"
@@ -178,7 +192,7 @@ def _relayout(
         dim, seqlen = _check_shards(x, dim, cu_seqlens, seqlen, group)
         world_size, where = len(x), f"x in dim = {dim}"
     before, after = (
-        _problem(layout, cu_seqlens, seqlen, world_size, where, fresh=False) for layout in layouts
+        _problem(layout, *offsets, seqlen, world_size, where, fresh=False) for layout in layouts
     )
     if isinstance(x, Tensor):
         group, packed = comm.resolve_group(group), cu_seqlens is not None
@@ -219,9 +233,10 @@ def _check_shards(
 
 
 def position_ids(
-    layout: str,
+    layout: str | Layout,
     *,
     cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
     seqlen: int | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -234,6 +249,8 @@ def position_ids(
         layout: as in `ring_attention`.
         cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
             sequences.
+        cu_seqlens_q: that of the queries, where these tokens are keys and their numbers differ;
+            layout "balanced" then places keys with their queries.
         seqlen: tokens of the whole sequence; needed without cu_seqlens.
         rank, world_size: which part of how many; by default this process's in `group`.
         group: process group; the default one if None.
@@ -250,7 +267,8 @@ def position_ids(
     if device is None and isinstance(cu_seqlens, Tensor):
         device = cu_seqlens.device
     rank, world_size = _who(rank, world_size, group)
-    held = _problem(layout, cu_seqlens, seqlen, world_size).spans(Side.KEY, rank)
+    problem = _problem(layout, cu_seqlens, cu_seqlens_q, seqlen, world_size)
+    held = problem.spans(Side.KEY, rank)
     positions = [position for span in held for position in span.positions]
     return torch.tensor(positions, dtype=torch.int64, device=device)
 
@@ -279,8 +297,9 @@ def _who(rank: int | None, world_size: int | None, group: ProcessGroup | None) -
 
 
 def _problem(
-    layout: str,
+    layout: str | Layout,
     cu_seqlens: CuSeqlens | None,
+    cu_seqlens_q: CuSeqlens | None,
     total: int | None,
     world_size: int,
     where: str = "seqlen",
@@ -292,7 +311,13 @@ def _problem(
         raise ValueError(
             f"cu_seqlens ends at {sum(lengths)}, but there are {total} tokens ({where})"
         )
-    return Problem(get_layout(layout), lengths, lengths, world_size, Mask())
+    queries = lengths
+    if cu_seqlens_q is not None:
+        if cu_seqlens is None:
+            raise ValueError("cu_seqlens_q is given without cu_seqlens")
+        queries = document_lengths(cu_seqlens_q, name="cu_seqlens_q", fresh=fresh)
+        checks.check_documents(queries, lengths)
+    return Problem(get_layout(layout), queries, lengths, world_size, Mask())
 
 
 def _tokens(problem: Problem, rank: int) -> list[int]:

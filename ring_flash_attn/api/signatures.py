@@ -149,9 +149,10 @@ ANYTHING = Signature(
     f"sources_per_launch {_SHARED} {_FLAGS} group softcap sink",
     (
         (
-            "layout: str",
-            'who holds what: "contiguous", "zigzag" or "stripe" (every document by itself), or\n'
-            '    "flat_contiguous", "flat_zigzag", "flat_stripe" (the whole packed stream).',
+            "layout: str | Layout",
+            'who holds what: "contiguous", "zigzag" or "stripe" (every document by itself),\n'
+            '    "flat_contiguous", "flat_zigzag", "flat_stripe" (the whole packed stream), or\n'
+            '    "balanced" (documents by their lengths), which means `Balanced()`.',
         ),
         ("route: str", 'what travels: "ring", "all_gather" or "query_ring".'),
         (

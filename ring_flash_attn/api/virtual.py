@@ -11,6 +11,7 @@ from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
 from ..engine.entry import in_autocast_dtype, run_virtual
 from ..engine.prepare import Output
+from ..plan.layout import Layout
 from .sharding import shard, unshard
 
 
@@ -20,7 +21,7 @@ def virtual_ring_attention(
     v: Tensor,
     *,
     world_size: int,
-    layout: str,
+    layout: str | Layout,
     route: str,
     cu_seqlens: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,
@@ -69,7 +70,14 @@ def virtual_ring_attention(
     shards = []
     for rank in range(world_size):
         parts = [
-            shard(x, layout, cu_seqlens=offsets, rank=rank, world_size=world_size)
+            shard(
+                x,
+                layout,
+                cu_seqlens=offsets,
+                cu_seqlens_q=offsets_q,
+                rank=rank,
+                world_size=world_size,
+            )
             for x, offsets in ((q, offsets_q), (k, offsets_k), (v, offsets_k))
         ]
         shards.append((parts[0], parts[1], parts[2]))

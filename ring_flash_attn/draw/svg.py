@@ -43,7 +43,7 @@ def draw_svg(schedules: Sequence[Schedule]) -> str:
     for number, schedule in enumerate(schedules):
         x, layout = _MARGIN + number * (_PANEL + _GAP), schedule.problem.layout
         title = f"{layout.name} × {schedule.route}"
-        says = (layout.split.__doc__ or "").split(".")[0].split(":")[0]
+        says = (getattr(layout, "split", layout).__doc__ or "").split(".")[0].split(":")[0]
         parts.append(_write(x, top - 50, title, 16, extra='font-weight="600"'))
         parts.append(_write(x, top - 32, says, 11))
         parts += _mask(schedule, x + _GUTTER, top)

@@ -269,6 +269,15 @@ def document_lengths(
     return _lengths(host_values(cu_seqlens, name, fresh), name)
 
 
+def check_documents(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> None:
+    """As many documents on both sides."""
+    if len(lengths_q) != len(lengths_k):
+        raise ValueError(
+            f"cu_seqlens of the queries delimits {len(lengths_q)} documents, that of the keys "
+            f"{len(lengths_k)}"
+        )
+
+
 def document_pairs(
     q: Tensor,
     cu_seqlens_q: CuSeqlens,

@@ -13,7 +13,7 @@ from .. import comm
 from ..cache import Cache
 from ..kernels.base import registrations
 from ..plan.build import check_route
-from ..plan.layout import get_layout
+from ..plan.layout import Layout, get_layout
 from ..plan.llama3 import Llama3Problem
 from ..plan.problem import Problem
 from . import checks
@@ -34,7 +34,7 @@ def run_ring(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str,
+    layout: str | Layout,
     route: str,
     packed: bool | None = None,
     equal_shards: bool = False,
@@ -114,7 +114,7 @@ def run_llama3(
         q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     )
     checks.check_total(lengths_q, q[0], "q", "cu_seqlens_q")
-    _check_documents(lengths_q, lengths_k)
+    checks.check_documents(lengths_q, lengths_k)
     local_k_slice = checks.check_slice("local_k_slice", local_k_slice)
     gathered = range(k.shape[1] * world_size)[local_k_slice]
     if gathered.step != 1 or len(gathered) != sum(lengths_k):
@@ -222,7 +222,7 @@ def _key(
 
 
 def run_virtual(
-    layout: str,
+    layout: str | Layout,
     route: str,
     shards: Sequence[QKV],
     lengths_q: tuple[int, ...],
@@ -274,16 +274,8 @@ def document_values(**lengths: tuple[int, ...]) -> dict[str, object]:
     }
 
 
-def _check_documents(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> None:
-    if len(lengths_q) != len(lengths_k):
-        raise ValueError(
-            f"cu_seqlens of the queries delimits {len(lengths_q)} documents, that of the keys "
-            f"{len(lengths_k)}"
-        )
-
-
 def make_problem(
-    layout: str,
+    layout: str | Layout,
     route: str,
     lengths_q: tuple[int, ...],
     lengths_k: tuple[int, ...],
@@ -295,7 +287,7 @@ def make_problem(
 ) -> Problem:
     """What is to be computed; ValueError where that makes no sense."""
     check_route(route)
-    _check_documents(lengths_q, lengths_k)
+    checks.check_documents(lengths_q, lengths_k)
     if heads_k_stride is None:
         heads_k_stride = nheads_k
     elif route != "all_gather":

@@ -97,7 +97,8 @@ def relayout_on_group(
         ("tokens" if packed else "seqlen", sum(lengths)),
     ]
     if packed:
-        signature += ("documents", len(lengths)), *document_values(cu_seqlens=lengths).items()
+        values = document_values(cu_seqlens=lengths, cu_seqlens_q=before.lengths_q)
+        signature += ("documents", len(lengths)), *values.items()
     comm.agree(tuple(signature), group)
     comm.connect(group, device)  # whether or not this rank has anything to send
     return run_relayout(prepared, [x])[0]

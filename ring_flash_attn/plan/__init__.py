@@ -3,7 +3,7 @@
 What a route needs is here: `from ring_flash_attn.plan import Problem, Step, make_work, …`.
 """
 
-from . import routes  # registers them
+from . import balanced, routes  # registers them
 from .build import make_plan, make_work, register_route, route_names
 from .layout import register_layout
 from .problem import Problem
@@ -17,6 +17,7 @@ __all__ = [
     "Step",
     "Transfer",
     "Work",
+    "balanced",
     "make_plan",
     "make_work",
     "register_layout",

@@ -1,14 +1,16 @@
 """Layouts: which rank holds which tokens, as plain data.
 
-A layout is one function, `split(length, rank, world_size)`, that returns the tokens of a rank as a
-list of ranges. Everything else (documents, spans, shards, positions) follows from it.
+A layout says what a rank holds of packed documents, as ranges of tokens (`Layout.held`). Most are
+one function, `split(length, rank, world_size)`, over each document or over the whole stream.
+Everything else (spans, shards, positions) follows from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Protocol, runtime_checkable
 
 Split = Callable[[int, int, int], list[range]]
 
@@ -57,13 +59,53 @@ class Span:
         return Span(start, length, position, self.stride, self.document, index)
 
 
+@runtime_checkable
+class Layout(Protocol):
+    """A way to spread tokens over ranks. Equal ones have the same name."""
+
+    @property
+    def name(self) -> str: ...
+
+    def held(
+        self,
+        lengths: Sequence[int],
+        rank: int,
+        world_size: int,
+        queries: Sequence[int] | None = None,
+    ) -> Iterable[tuple[int, range]]:
+        """What `rank` holds of documents of these lengths: (document, tokens of it), row by row.
+
+        `queries` are the documents' numbers of queries where the lengths are those of keys.
+        """
+
+
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A way to spread tokens over ranks."""
+class SplitLayout:
+    """A layout that is one function."""
 
     name: str
     split: Split
     flat: bool = False  # split the whole packed stream, instead of every document by itself
+
+    def held(
+        self,
+        lengths: Sequence[int],
+        rank: int,
+        world_size: int,
+        queries: Sequence[int] | None = None,
+    ) -> Iterable[tuple[int, range]]:
+        if not self.flat:
+            for document, length in enumerate(lengths):
+                for tokens in self.split(length, rank, world_size):
+                    yield document, tokens
+            return
+        starts = [0, *accumulate(lengths)]
+        for tokens in self.split(starts[-1], rank, world_size):
+            # of each document, the first of the rank's tokens at or after its start
+            cuts = [max(0, -((tokens.start - start) // tokens.step)) for start in starts]
+            for document, (first, last) in enumerate(pairwise(cuts)):
+                part, start = tokens[first:last], starts[document]
+                yield document, range(part.start - start, part.stop - start, part.step)
 
 
 _LAYOUTS: dict[str, Layout] = {}
@@ -73,11 +115,16 @@ def register_layout(name: str) -> Callable[[Split], Split]:
     """Make `split` available as `name` (per document) and `flat_name` (over the whole stream)."""
 
     def register(split: Split) -> Split:
-        _LAYOUTS[name] = Layout(name, split)
-        _LAYOUTS[FLAT_PREFIX + name] = Layout(FLAT_PREFIX + name, split, flat=True)
+        add_layout(SplitLayout(name, split))
+        add_layout(SplitLayout(FLAT_PREFIX + name, split, flat=True))
         return split
 
     return register
+
+
+def add_layout(layout: Layout) -> None:
+    """Make a layout available by its name."""
+    _LAYOUTS[layout.name] = layout
 
 
 def layout_names() -> tuple[str, ...]:
@@ -85,14 +132,18 @@ def layout_names() -> tuple[str, ...]:
     return tuple(_LAYOUTS)
 
 
-def get_layout(name: str) -> Layout:
-    """The layout called `name`; ValueError that lists the choices otherwise."""
-    if not isinstance(name, str) or name not in _LAYOUTS:
-        raise ValueError(f"unknown layout {name!r}; choose one of {', '.join(_LAYOUTS)}")
-    return _LAYOUTS[name]
+def get_layout(layout: str | Layout) -> Layout:
+    """The layout of this name, or the layout itself; ValueError that lists the names otherwise."""
+    if isinstance(layout, str) and layout in _LAYOUTS:
+        return _LAYOUTS[layout]
+    if isinstance(layout, Layout) and not isinstance(layout, type):
+        return layout
+    raise ValueError(
+        f"unknown layout {layout!r}; choose one of {', '.join(_LAYOUTS)}, or a Balanced(...)"
+    )
 
 
-def _chunk(length: int, part: int, parts: int) -> range:
+def chunk(length: int, part: int, parts: int) -> range:
     """Part `part` of `parts` nearly equal parts of `length` tokens (sizes differ by at most 1)."""
     return range(part * length // parts, (part + 1) * length // parts)
 
@@ -100,13 +151,13 @@ def _chunk(length: int, part: int, parts: int) -> range:
 @register_layout("contiguous")
 def contiguous(length: int, rank: int, world_size: int) -> list[range]:
     """Rank r holds the r-th part. Simple, but under a causal mask the last rank works most."""
-    return [_chunk(length, rank, world_size)]
+    return [chunk(length, rank, world_size)]
 
 
 @register_layout("zigzag")
 def zigzag(length: int, rank: int, world_size: int) -> list[range]:
     """Rank r holds parts r and 2W−1−r of 2W: an early and a late one, so causal work is even."""
-    return [_chunk(length, part, 2 * world_size) for part in (rank, 2 * world_size - 1 - rank)]
+    return [chunk(length, part, 2 * world_size) for part in (rank, 2 * world_size - 1 - rank)]
 
 
 @register_layout("stripe")
@@ -121,32 +172,21 @@ def spans(
     rank: int,
     world_size: int,
     shifts: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
 ) -> tuple[Span, ...]:
     """What `rank` holds of packed documents of any lengths, in the order of its local rows.
 
     `shifts` are added to the positions of each document: seqlen_k − seqlen_q for queries.
+    `queries` are the documents' numbers of queries where the lengths are those of keys.
     """
     starts = [0, *accumulate(lengths)]
     found: list[Span] = []
     row = 0
-
-    def take(tokens: range, document: int) -> None:
-        nonlocal row
+    for document, tokens in layout.held(lengths, rank, world_size, queries):
         if not tokens:
-            return
-        position = tokens.start - starts[document] + (shifts[document] if shifts else 0)
-        found.append(Span(row, len(tokens), position, tokens.step, document, tokens.start))
+            continue
+        position = tokens.start + (shifts[document] if shifts else 0)
+        index = starts[document] + tokens.start
+        found.append(Span(row, len(tokens), position, tokens.step, document, index))
         row += len(tokens)
-
-    if layout.flat:
-        for tokens in layout.split(starts[-1], rank, world_size):
-            # of each document, the first of the rank's tokens at or after its start
-            cuts = [max(0, -((tokens.start - start) // tokens.step)) for start in starts]
-            for document, (first, last) in enumerate(pairwise(cuts)):
-                take(tokens[first:last], document)
-    else:
-        for document, length in enumerate(lengths):
-            for piece in layout.split(length, rank, world_size):
-                offset = starts[document]
-                take(range(piece.start + offset, piece.stop + offset, piece.step), document)
     return tuple(found)

@@ -50,7 +50,8 @@ class Problem:
     def spans(self, side: Side, rank: int) -> tuple[Span, ...]:
         """What `rank` holds of one side."""
         if side is Side.KEY:
-            return spans(self.layout, self.lengths_k, rank, self.world_size)
+            queries = self.lengths_q
+            return spans(self.layout, self.lengths_k, rank, self.world_size, queries=queries)
         shifts = [k - q for q, k in zip(self.lengths_q, self.lengths_k, strict=True)]
         return spans(self.layout, self.lengths_q, rank, self.world_size, shifts)
 

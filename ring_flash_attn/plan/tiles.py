@@ -14,6 +14,10 @@ class Mask:
 
     Causal attention is `right = 0`. The rule speaks of positions in the document alone, so it means
     the same in every layout.
+
+    Args:
+        left: how many earlier keys a query sees.
+        right: how many later ones.
     """
 
     left: int | None = None

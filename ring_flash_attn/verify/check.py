@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,7 @@ from ..bench.workload import Placement, Workload, call_of, dtype_name, refuse_ke
 from ..comm import launch
 from ..engine.entry import run_virtual
 from ..kernels.base import AUTO, choose_kernel
+from ..plan.layout import get_layout, spans
 from .catalogue import (
     ACCEPTED,
     CANNOT,
@@ -31,7 +33,7 @@ from .catalogue import (
     VerifyOptions,
     accepted_error,
 )
-from .oracle import Rules, cut, oracle
+from .oracle import Rules, cut, cut_names, oracle
 
 Tensors = dict[str, Tensor]  # by name: q, k, v, out, lse, sink or the gradient of one
 
@@ -204,7 +206,26 @@ def tokens(case: Case, name: str, rank: int) -> list[int]:
     lengths = case.workload.lengths_k if keys else case.workload.lengths
     if not case.spread:  # every rank does everything
         return list(range(sum(lengths)))
-    return cut(case.placement.layout, lengths, rank, case.placement.world_size)
+    layout, world_size = case.placement.layout, case.placement.world_size
+    if layout in cut_names():
+        return cut(layout, lengths, rank, world_size)
+    return list(proved_tokens(layout, lengths, case.workload.lengths, world_size)[rank])
+
+
+@lru_cache(maxsize=64)
+def proved_tokens(
+    layout: str, lengths: tuple[int, ...], queries: tuple[int, ...], world_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """All ranks' tokens as the layout itself has them; ValueError unless each is there once."""
+    found = []
+    for rank in range(world_size):
+        held = spans(get_layout(layout), lengths, rank, world_size, queries=queries)
+        found.append(tuple(token for span in held for token in span.tokens))
+    times = Counter(token for tokens in found for token in tokens)
+    wrong = [token for token in range(sum(lengths)) if times[token] != 1]
+    if wrong or len(times) != sum(lengths):
+        raise ValueError(f"layout {layout!r} does not hold every token once: {wrong[:8]} …")
+    return tuple(found)
 
 
 def part(case: Case, name: str, whole: Tensor, rank: int) -> Tensor:

@@ -124,7 +124,7 @@ def run_uneven(rank: int, n: int) -> list[Results]:
     for sample, layout, route in uneven_cases():
         cu_q, cu_k = sample.cu_seqlens_q, sample.cu_seqlens_k
         tokens_q = held_of(layout, cu_q, sample.q.shape[-3], rank, n)
-        tokens_k = held_of(layout, cu_k, sample.k.shape[-3], rank, n)
+        tokens_k = held_of(layout, cu_k, sample.k.shape[-3], rank, n, cu_q)
         shard = shard_of(sample, tokens_q)
         k, v = (x.index_select(-3, tokens_k) for x in (sample.k, sample.v))
         shard = Sample(shard.q, k, v, shard.dout, shard.dlse, options=shard.options)
@@ -138,7 +138,7 @@ def run_uneven(rank: int, n: int) -> list[Results]:
 
 
 def uneven_cases() -> list[tuple[Sample, str, str]]:
-    """Every layout once, every route twice; each row sees at least one key."""
+    """Every layout and every route; each row sees at least one key."""
     packed: dict[str, Any] = {"lengths_q": (7, 1, 10), "lengths_k": (9, 4, 10), "headdim_v": 4}
     batch: dict[str, Any] = {"batch": 1, "seqlen_q": 5, "seqlen_k": 16}
     return [
@@ -148,6 +148,9 @@ def uneven_cases() -> list[tuple[Sample, str, str]]:
         (make_sample(**batch, causal=True), "flat_zigzag", "ring"),
         (make_sample(**batch, window_size=(5, 0)), "flat_stripe", "query_ring"),
         (make_sample(**packed), "flat_contiguous", "all_gather"),
+        (make_sample(**packed, causal=True), "balanced", "ring"),
+        (make_sample(**packed, window_size=(3, 1)), "balanced", "all_gather"),
+        (make_sample(**batch, causal=True), "balanced", "query_ring"),
         (make_sample(batch=2, seqlen_q=2, seqlen_k=2, causal=True), "zigzag", "ring"),
     ]
 
@@ -156,7 +159,10 @@ def test_uneven_shards_and_empty_ranks(ranks: Any) -> None:
     found = ranks(WORLD_SIZE).run(run_uneven)
     for number, (sample, layout, _) in enumerate(uneven_cases()):
         tokens = [
-            [held_of(layout, cu, x.shape[-3], rank, WORLD_SIZE) for rank in range(WORLD_SIZE)]
+            [
+                held_of(layout, cu, x.shape[-3], rank, WORLD_SIZE, sample.cu_seqlens_q)
+                for rank in range(WORLD_SIZE)
+            ]
             for x, cu in ((sample.q, sample.cu_seqlens_q), (sample.k, sample.cu_seqlens_k))
         ]
         parts = [of_rank[number] for of_rank in found]

@@ -1,6 +1,7 @@
 """How each public function is called: inputs, shards cut by slicing, and the other arguments.
 
-Shards are cut as `rfa verify` does, not by the library's layouts.
+Shards are cut as `rfa verify` does: not by the library's layouts, but for layout balanced, whose
+tokens are proved to be there once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
 from ring_flash_attn.api import families
-from ring_flash_attn.verify.oracle import cut
+from ring_flash_attn.verify.check import proved_tokens
+from ring_flash_attn.verify.oracle import cut, cut_names
 
 # name without prefix → (family, form)
 FUNCTIONS = {
@@ -35,13 +37,28 @@ LENGTHS = {
 
 def held(layout: str, total: int, rank: int, world_size: int) -> Tensor:
     """Tokens of a rank, of one sequence."""
-    return torch.tensor(cut(layout, (total,), rank, world_size), dtype=torch.int64)
+    return held_of(layout, None, total, rank, world_size)
 
 
-def held_of(layout: str, cu_seqlens: list[int] | None, total: int, rank: int, n: int) -> Tensor:
-    """Tokens of a rank of `n`, of a batch's sequence or of packed documents."""
-    lengths = (total,) if cu_seqlens is None else [b - a for a, b in pairwise(cu_seqlens)]
-    return torch.tensor(cut(layout, lengths, rank, n), dtype=torch.int64)
+def held_of(
+    layout: str,
+    cu_seqlens: list[int] | None,
+    total: int,
+    rank: int,
+    n: int,
+    cu_seqlens_q: list[int] | None = None,
+) -> Tensor:
+    """Tokens of a rank of `n`, of a batch's sequence or of packed documents.
+
+    Keys of documents with another number of queries need that, too.
+    """
+    lengths, queries = (
+        (total,) if cu is None else tuple(b - a for a, b in pairwise(cu))
+        for cu in (cu_seqlens, cu_seqlens_q or cu_seqlens)
+    )
+    if layout in cut_names():
+        return torch.tensor(cut(layout, lengths, rank, n), dtype=torch.int64)
+    return torch.tensor(proved_tokens(layout, lengths, queries, n)[rank], dtype=torch.int64)
 
 
 def sample_for(name: str, **options: Any) -> Sample:

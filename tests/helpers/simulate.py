@@ -68,7 +68,9 @@ class Simulation:
         self.tokens = {
             (side, rank): [
                 token
-                for span in spans_of(problem.layout, lengths, rank, problem.world_size)
+                for span in spans_of(
+                    problem.layout, lengths, rank, problem.world_size, queries=problem.lengths_q
+                )
                 for token in span.tokens
             ]
             for side, lengths in zip(Side, (problem.lengths_q, problem.lengths_k))

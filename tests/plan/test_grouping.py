@@ -146,7 +146,7 @@ def test_groups_give_the_same_bits_every_time() -> None:
         assert torch.equal(tensor, second[name]), name
 
 
-REAL = list(product(("zigzag", "flat_contiguous"), MASKS, (2, 3)))
+REAL = list(product(("zigzag", "flat_contiguous", "balanced"), MASKS, (2, 3)))
 
 
 def run_real(rank: int, n: int) -> list[Results]:
@@ -161,7 +161,7 @@ def run_shard(sample: Sample, layout: str, rank: int, n: int, sources: int) -> R
     """One call on one rank."""
     cu_q, cu_k = sample.cu_seqlens_q, sample.cu_seqlens_k
     queries = held_of(layout, cu_q, sample.q.shape[0], rank, n)
-    keys = held_of(layout, cu_k, sample.k.shape[0], rank, n)
+    keys = held_of(layout, cu_k, sample.k.shape[0], rank, n, cu_q)
     shard = sample.q[queries], sample.k[keys], sample.v[keys]
     leaves = [x.clone().requires_grad_() for x in shard]
     out, lse, _ = ring_attention(
@@ -187,7 +187,10 @@ def test_groups_on_real_ranks(ranks: Any) -> None:
     for number, (layout, mask, _) in enumerate(REAL):
         sample = sample_of("packed", mask)
         tokens_q, tokens_k = (
-            [held_of(layout, cu, x.shape[0], rank, world_size) for rank in range(world_size)]
+            [
+                held_of(layout, cu, x.shape[0], rank, world_size, sample.cu_seqlens_q)
+                for rank in range(world_size)
+            ]
             for x, cu in ((sample.q, sample.cu_seqlens_q), (sample.k, sample.cu_seqlens_k))
         )
         parts = [of_rank[number] for of_rank in found]

@@ -12,7 +12,7 @@ from strategies import document_lengths, world_sizes
 from ring_flash_attn.plan import layout as layouts
 from ring_flash_attn.plan.layout import (
     FLAT_PREFIX,
-    Layout,
+    SplitLayout,
     get_layout,
     layout_names,
     register_layout,
@@ -133,5 +133,5 @@ def test_a_new_layout_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
         return get_layout("contiguous").split(length, world_size - 1 - rank, world_size)
 
     assert layout_names()[-2:] == ("reversed", "flat_reversed")
-    assert get_layout("reversed") == Layout("reversed", backwards)
+    assert get_layout("reversed") == SplitLayout("reversed", backwards)
     assert tokens_of("flat_reversed", (2, 4), 2) == [[3, 4, 5], [0, 1, 2]]

@@ -175,10 +175,13 @@ def _differentiated(
 
 
 def _tokens(case: Case, sample: Sample, rank: int) -> tuple[Tensor, Tensor]:
-    """Queries and keys of a rank, cut without the library's layouts."""
+    """Queries and keys of a rank, cut as `rfa verify` does."""
     layout, _ = case.point
     sides = ((sample.q, sample.cu_seqlens_q), (sample.k, sample.cu_seqlens_k))
-    of_q, of_k = (held_of(layout, cu, x.shape[-3], rank, case.world_size) for x, cu in sides)
+    of_q, of_k = (
+        held_of(layout, cu, x.shape[-3], rank, case.world_size, sample.cu_seqlens_q)
+        for x, cu in sides
+    )
     return of_q, of_k
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import document_lengths, world_sizes
 
-from ring_flash_attn.plan.layout import Layout, get_layout, layout_names, spans
+from ring_flash_attn.plan.layout import Layout, SplitLayout, get_layout, layout_names, spans
 from ring_flash_attn.plan.problem import Problem
 from ring_flash_attn.plan.relayout import Packing, Relayout, make_relayout
 from ring_flash_attn.plan.tiles import Mask
@@ -21,7 +21,7 @@ def dealt(parts: int, flat: bool) -> Layout:
     def split(length: int, rank: int, world_size: int) -> list[range]:
         return [range(part, length, parts) for part in range(rank, parts, world_size)]
 
-    return Layout(f"dealt {parts}", split, flat)
+    return SplitLayout(f"dealt {parts}", split, flat)
 
 
 def block_cyclic(size: int, flat: bool) -> Layout:
@@ -31,7 +31,7 @@ def block_cyclic(size: int, flat: bool) -> Layout:
         starts = range(rank * size, length, world_size * size)
         return [range(start, min(start + size, length)) for start in reversed(starts)]
 
-    return Layout(f"blocks of {size}", split, flat)
+    return SplitLayout(f"blocks of {size}", split, flat)
 
 
 layouts = st.one_of(
