@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         llama3_flash_attn_prepare_cu_seqlens as llama3_flash_attn_prepare_cu_seqlens,
     )
     from .api.sharding import position_ids as position_ids
+    from .api.sharding import relayout as relayout
     from .api.sharding import shard as shard
     from .api.sharding import unshard as unshard
     from .api.virtual import virtual_ring_attention as virtual_ring_attention
@@ -38,6 +39,7 @@ _HOMES = {
     "Mask": ".plan.tiles",
     "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",
     "position_ids": ".api.sharding",
+    "relayout": ".api.sharding",
     "shard": ".api.sharding",
     "substitute_hf_flash_attn": ".adapters",
     "unshard": ".api.sharding",

@@ -256,6 +256,28 @@ def test_the_sharding_example_runs(ranks: Callable[[int], Ranks]) -> None:
     assert sorted(token for mine, _, _ in results for token in mine.tolist()) == list(range(20))
 
 
+def run_relayout(rank: int, world_size: int, code: str, hidden: Tensor, w: Tensor) -> Tensor:
+    def project(x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        assert positions.shape == x.shape[:1]
+        return (x @ w).view(-1, 3, 4, 8).unbind(1)
+
+    names: dict[str, Any] = {"project": project}
+    exec(code, names)
+    part = {"rank": rank, "world_size": world_size, "cu_seqlens": [0, 5, 7, 20]}
+    out: Tensor = names["attention_layer"](ring_flash_attn.shard(hidden, "flat_contiguous", **part))
+    return out
+
+
+def test_the_relayout_example_runs(ranks: Callable[[int], Ranks]) -> None:
+    hidden = torch.randn(20, 32, dtype=torch.float64)
+    w = torch.randn(32, 96, dtype=torch.float64)
+    results = ranks(3).run(run_relayout, block("docs/usage.md", "relayout"), hidden, w)
+    cu_seqlens = [0, 5, 7, 20]
+    qkv = (hidden @ w).view(20, 3, 4, 8).unbind(1)
+    expected, _ = oracle(*qkv, Rules(causal=True), cu_seqlens, cu_seqlens)
+    assert closeness(torch.cat(results), expected.flatten(1)) < 1e-12
+
+
 def test_the_example_runs_under_torchrun() -> None:
     launch = [
         sys.executable,

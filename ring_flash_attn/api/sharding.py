@@ -1,9 +1,9 @@
-"""What users otherwise write by hand and get wrong: shard, unshard and position ids."""
+"""What users otherwise write by hand and get wrong: shard, unshard, relayout, position ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import comm
 from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
+from ..engine.relayout import prepare_relayout, relayout_on_group, run_relayout
 from ..plan.layout import Layout, get_layout
 from ..plan.problem import Problem
 from ..plan.steps import Side
@@ -99,12 +100,7 @@ def unshard(
         shapes = [(*x.shape[:dim], size, *x.shape[dim:][1:]) for size in sizes]
         x = comm.gather_shards(x.contiguous(), shapes, comm.resolve_group(group))
     else:
-        dim = _check_shards(x, dim, cu_seqlens)
-        if group is not None:
-            raise ValueError("unshard of a list of shards takes no group: nothing is gathered")
-        total = sum(part.shape[dim] for part in x)
-        if seqlen is not None and seqlen != total:
-            raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
+        dim, total = _check_shards(x, dim, cu_seqlens, seqlen, group)
         where = f"x in dim = {dim}"
         problem = _problem(layout, cu_seqlens, cu_seqlens_q, total, len(x), where)
         for rank, part in enumerate(x):
@@ -114,12 +110,109 @@ def unshard(
     return torch.cat(list(x), dim).index_select(dim, order.to(x[0].device))
 
 
-def _check_shards(x: Sequence[Tensor], dim: int | None, cu_seqlens: CuSeqlens | None) -> int:
-    """The dimension of tokens; an error unless they are tensors that differ there alone."""
+@overload
+def relayout(
+    x: Tensor,
+    from_layout: str | Layout,
+    to_layout: str | Layout,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
+    seqlen: int | None = None,
+    dim: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor: ...
+@overload
+def relayout(
+    x: Sequence[Tensor],
+    from_layout: str | Layout,
+    to_layout: str | Layout,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
+    seqlen: int | None = None,
+    dim: int | None = None,
+) -> list[Tensor]: ...
+def relayout(
+    x: Tensor | Sequence[Tensor],
+    from_layout: str | Layout,
+    to_layout: str | Layout,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
+    seqlen: int | None = None,
+    dim: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor | list[Tensor]:
+    """This rank's tokens in another layout, from its shard in one: for models that mix layers.
+
+    Each rank sends a peer only the tokens that the peer holds next, in one message. What stays is
+    copied. Nothing is padded or gathered.
+
+    Args:
+        x: this rank's shard in `from_layout`, of any dtype; or the list of all ranks' shards.
+        from_layout, to_layout: as in `ring_attention`.
+        cu_seqlens: (documents + 1,) of the whole packed stream; None for a batch of equal
+            sequences.
+        cu_seqlens_q: that of the queries, where these tokens are keys and their numbers differ;
+            layout "balanced" then places keys with their queries.
+        seqlen: tokens of the whole sequence without cu_seqlens; by default all shards are equal.
+        dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
+        group: process group; the default one if None.
+
+    Returns:
+        The shard in `to_layout`, a new tensor; or the list of them. Differentiable once: gradients
+        go the way back, so every rank of the group has to run its backward pass.
+    """
+    if torch.compiler.is_compiling():  # break the graph instead of tracing into a plan
+        run = torch.compiler.disable(_relayout)
+    else:
+        run = _relayout
+    return run(x, (from_layout, to_layout), (cu_seqlens, cu_seqlens_q), seqlen, dim, group)
+
+
+def _relayout(
+    x: Tensor | Sequence[Tensor],
+    layouts: tuple[str | Layout, str | Layout],
+    offsets: tuple[CuSeqlens | None, CuSeqlens | None],
+    seqlen: int | None,
+    dim: int | None,
+    group: ProcessGroup | None,
+) -> Tensor | list[Tensor]:
+    cu_seqlens, _ = offsets
+    if seqlen is not None:
+        seqlen = checks.check_integer("seqlen", seqlen, 0)
+    where = "seqlen"
+    if isinstance(x, Tensor):
+        dim = _token_dim(dim, cu_seqlens, x)
+        _, world_size = comm.rank_and_size(group)
+        if seqlen is None and cu_seqlens is None:
+            seqlen = x.shape[dim] * world_size
+    else:
+        dim, seqlen = _check_shards(x, dim, cu_seqlens, seqlen, group)
+        world_size, where = len(x), f"x in dim = {dim}"
+    before, after = (
+        _problem(layout, *offsets, seqlen, world_size, where, fresh=False) for layout in layouts
+    )
+    if isinstance(x, Tensor):
+        group, packed = comm.resolve_group(group), cu_seqlens is not None
+        return relayout_on_group(before, after, x, dim % x.dim(), group, packed)
+    prepared = prepare_relayout(before, after, dict(enumerate(x)), dim % x[0].dim())
+    return run_relayout(prepared, x)
+
+
+def _check_shards(
+    x: Sequence[Tensor],
+    dim: int | None,
+    cu_seqlens: CuSeqlens | None,
+    seqlen: int | None,
+    group: ProcessGroup | None,
+) -> tuple[int, int]:
+    """The dimension of tokens, and how many; an error unless the shards differ there alone."""
     if not isinstance(x, (list, tuple)):
         raise TypeError(f"x must be a tensor or a list of tensors, not {type(x).__name__}")
     if not x:
-        raise ValueError("x must hold at least one shard: unshard got an empty list")
+        raise ValueError("x must hold at least one shard, but is an empty list")
     for rank, part in enumerate(x):
         checks.check_tensor(f"x[{rank}]", part)
     dim = _token_dim(dim, cu_seqlens, x[0])
@@ -131,7 +224,12 @@ def _check_shards(x: Sequence[Tensor], dim: int | None, cu_seqlens: CuSeqlens | 
                 f"x must hold shards that differ in dimension {dim} alone, but x[0] is {first}, "
                 f"and x[{rank}] is {here}"
             )
-    return dim
+    if group is not None:
+        raise ValueError("a list of shards takes no group: nothing is sent to other processes")
+    total = sum(part.shape[dim] for part in x)
+    if seqlen is not None and seqlen != total:
+        raise ValueError(f"seqlen = {seqlen}, but the shards hold {total} tokens")
+    return dim, total
 
 
 def position_ids(
@@ -205,9 +303,10 @@ def _problem(
     total: int | None,
     world_size: int,
     where: str = "seqlen",
+    fresh: bool = True,
 ) -> Problem:
-    """Who holds what; without cu_seqlens, of one document."""
-    lengths = (total or 0,) if cu_seqlens is None else document_lengths(cu_seqlens, fresh=True)
+    """Who holds what; without cu_seqlens, of one document. `fresh`: see `document_lengths`."""
+    lengths = (total or 0,) if cu_seqlens is None else document_lengths(cu_seqlens, fresh=fresh)
     if cu_seqlens is not None and total is not None and sum(lengths) != total:
         raise ValueError(
             f"cu_seqlens ends at {sum(lengths)}, but there are {total} tokens ({where})"
@@ -216,11 +315,8 @@ def _problem(
     if cu_seqlens_q is not None:
         if cu_seqlens is None:
             raise ValueError("cu_seqlens_q is given without cu_seqlens")
-        queries = document_lengths(cu_seqlens_q, name="cu_seqlens_q", fresh=True)
-        if len(queries) != len(lengths):
-            raise ValueError(
-                f"cu_seqlens_q delimits {len(queries)} documents, cu_seqlens {len(lengths)}"
-            )
+        queries = document_lengths(cu_seqlens_q, name="cu_seqlens_q", fresh=fresh)
+        checks.check_documents(queries, lengths)
     return Problem(get_layout(layout), queries, lengths, world_size, Mask())
 
 
@@ -230,10 +326,5 @@ def _tokens(problem: Problem, rank: int) -> list[int]:
 
 
 def _check_size(problem: Problem, rank: int, x: Tensor, dim: int) -> None:
-    size = problem.size(Side.KEY, rank)
-    if x.shape[dim] != size:
-        raise ValueError(
-            f"rank {rank} of {problem.world_size} holds {size} tokens in layout "
-            f"{problem.layout.name!r} by seqlen or cu_seqlens, but its shard x has {x.shape[dim]} "
-            f"in dim = {dim}"
-        )
+    size, name = problem.size(Side.KEY, rank), problem.layout.name
+    checks.check_shard(x, dim, size, name, rank, problem.world_size)

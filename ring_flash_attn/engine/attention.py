@@ -1,4 +1,4 @@
-"""The one autograd function: every public function ends here, on a group or on virtual ranks."""
+"""The autograd function in which all attention ends, on a group or on virtual ranks."""
 
 from __future__ import annotations
 

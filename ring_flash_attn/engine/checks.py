@@ -315,3 +315,12 @@ def check_total(lengths: Sequence[int], tensor: Tensor, name: str, cu_name: str)
             f"{cu_name} ends at {sum(lengths)}, but {name} has {tensor.shape[0]} tokens "
             f"(shape {tuple(tensor.shape)})"
         )
+
+
+def check_shard(x: Tensor, dim: int, size: int, layout: str, rank: int, world_size: int) -> None:
+    """The shard has as many rows as the layout gives the rank."""
+    if x.shape[dim] != size:
+        raise ValueError(
+            f"rank {rank} of {world_size} holds {size} tokens in layout {layout!r} by seqlen or "
+            f"cu_seqlens, but its shard x has {x.shape[dim]} in dim = {dim}"
+        )

@@ -41,8 +41,8 @@ class DeviceCache(Generic[Made]):
     is released when all streams that use it are done.
     """
 
-    def __init__(self) -> None:
-        self._newest: Cache[tuple[object, ...], _Entry[Made]] = Cache(_MOST, self._retire)
+    def __init__(self, most: int = _MOST) -> None:
+        self._newest: Cache[tuple[object, ...], _Entry[Made]] = Cache(most, self._retire)
         self._of_graphs: dict[tuple[object, ...], _Entry[Made]] = {}
         self._retired: list[tuple[list[torch.cuda.Event], _Entry[Made]]] = []
         self._lock = Lock()

@@ -243,7 +243,7 @@ class Case:
     def result(self, **changes: Any) -> list[Any]:
         torch.default_generator.manual_seed(0)  # of dropout
         found = self.function(**{**self.right, **changes})
-        return list(found) if isinstance(found, tuple) else [found]
+        return list(found) if isinstance(found, (tuple, list)) else [found]
 
 
 def cases_of(name: str) -> Iterator[tuple[str, Case]]:
@@ -324,6 +324,17 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     keys = {**right, "layout": "balanced", "cu_seqlens_q": cu}
     yield "unshard, keys", Case(unshard, keys, tuple(of_queries), of_queries)
 
+    relayout = ring_flash_attn.relayout
+    layouts = dict.fromkeys(("from_layout", "to_layout"), NAME)
+    meta = Kind({}, unlike=lambda x: [*tensors.unlike(x), x.to("meta")])
+    kinds = {"x": meta, **layouts, "seqlen": seqlen, "dim": Kind(NOTHING | ONES)}
+    right = {"x": x, "from_layout": "zigzag", "to_layout": "stripe", "seqlen": 7}
+    yield "relayout", Case(relayout, right, (*kinds, "group"), kinds)
+    kinds = {"x": shards, **layouts, "cu_seqlens": MAYBE_OFFSETS, "seqlen": Kind(NOTHING)}
+    right = {"x": [x[:3], x[3:]], "from_layout": "zigzag", "to_layout": "stripe", "cu_seqlens": cu}
+    kinds |= {"group": Kind(NOTHING), "dim": Kind({"None": None, "0": 0})}
+    yield "relayout, list", Case(relayout, right, tuple(kinds), kinds)
+
     position_ids = ring_flash_attn.position_ids
     device = Kind(NOTHING, like=lambda _: ["cpu", torch.device("cpu")])
     lengths = Kind({"0": 0, **ONES}, integers_like, integers_unlike)
@@ -378,6 +389,8 @@ ALIASES = {
     "kv": ("k", "v"),
     "qkv": ("q", "k", "v"),
     "seqlen_k": ("seqlen",),
+    "from_layout": ("layout",),
+    "to_layout": ("layout",),
     "cu_seqlens_k": ("cu_seqlens",),
     "process_group": ("group",),
 }

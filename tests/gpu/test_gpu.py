@@ -531,15 +531,49 @@ def test_gloo_stages_cuda_tensors(ranks, kernel: str, dtype: torch.dtype) -> Non
     _check(ranks(4, "gloo").run(_over_a_group, kernel, dtype, timeout=300), dtype)
 
 
-@_OVER_A_GROUP
-def test_nccl(ranks, kernel: str, dtype: torch.dtype) -> None:
-    """With one GPU this needs NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1."""
+def _nccl_ranks() -> int:
+    """How many; with one GPU this needs NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1."""
     world_size = min(torch.cuda.device_count(), 4)
     if world_size == 1:
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             pytest.skip("one GPU, and NCCL_MULTI_RANK_GPU_ENABLE is not set")
         world_size = 4
-    _check(ranks(world_size, "nccl").run(_over_a_group, kernel, dtype, timeout=300), dtype)
+    return world_size
+
+
+@_OVER_A_GROUP
+def test_nccl(ranks, kernel: str, dtype: torch.dtype) -> None:
+    _check(ranks(_nccl_ranks(), "nccl").run(_over_a_group, kernel, dtype, timeout=300), dtype)
+
+
+def _relayouts(rank: int, n: int) -> None:
+    """Of packed documents and of a batch, with gradients; and of dtypes that NCCL does not know."""
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randn(133, 3, 8, generator=generator).to("cuda", torch.bfloat16)
+    batch = torch.randn(2, 37, 5, generator=generator).cuda()
+    for before, after in itertools.product(layout_names(), repeat=2):
+        for x, lengths in ((packed, {"cu_seqlens": CU_SEQLENS}), (batch, {})):
+            seqlen = {} if lengths else {"seqlen": 37}
+            ours = rfa.shard(x, before, **lengths).requires_grad_()
+            out = rfa.relayout(ours, before, after, **lengths, **seqlen)
+            assert torch.equal(out, rfa.shard(x, after, **lengths))
+            (grad,) = torch.autograd.grad(out, ours, rfa.shard(x.cos(), after, **lengths))
+            assert torch.equal(grad, rfa.shard(x.cos(), before, **lengths))
+    for dtype in (torch.bool, torch.int16, torch.complex128, torch.float8_e4m3fn):
+        size = torch.empty(0, dtype=dtype).element_size()
+        bits = torch.randint(0, 2, (133, size), generator=generator).to("cuda", torch.uint8)
+        ours = rfa.shard(bits, "zigzag", cu_seqlens=CU_SEQLENS).view(dtype)
+        out = rfa.relayout(ours, "zigzag", "flat_stripe", cu_seqlens=CU_SEQLENS)
+        expected = rfa.shard(bits, "flat_stripe", cu_seqlens=CU_SEQLENS)
+        assert torch.equal(out.view(torch.uint8), expected)
+
+
+def test_relayout_with_gloo(ranks) -> None:
+    ranks(4, "gloo").run(_relayouts, timeout=300)
+
+
+def test_relayout_with_nccl(ranks) -> None:
+    ranks(_nccl_ranks(), "nccl").run(_relayouts, timeout=300)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "triton"])

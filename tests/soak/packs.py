@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ring_flash_attn import (
     flash_attn_varlen_func,
+    relayout,
     ring_attention,
     shard,
     unshard,
@@ -146,10 +147,11 @@ def _virtual(pack: Pack, checked: bool) -> None:
 
 
 def _grouped(pack: Pack, checked: bool) -> None:
-    """On one rank of a group; its results are put together on every rank."""
+    """On one rank of a group, with a relayout; its results are put together on every rank."""
     generator = torch.Generator().manual_seed(pack[-1])
     qkv = torch.randn(3, pack[-1], 1, 2, dtype=torch.float64, generator=generator)
-    parts = [shard(x, "zigzag", cu_seqlens=pack) for x in qkv]
+    parts = [shard(x, "flat_contiguous", cu_seqlens=pack) for x in qkv]
+    parts = [relayout(x, "flat_contiguous", "zigzag", cu_seqlens=pack) for x in parts]
     out = ring_attention(*parts, layout="zigzag", route="ring", cu_seqlens=pack, causal=True)
     if checked:
         expected, _ = oracle(*qkv, Rules(causal=True), pack, pack)
