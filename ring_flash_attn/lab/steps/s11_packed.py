@@ -92,9 +92,9 @@ def packed_forward(
                 at = torch.arange(keys.start, keys.stop, device=q.device)
                 s = s.masked_fill(at[None, :] > rows, -inf)
             m_new = torch.maximum(m, s.amax(-1))  # never −inf: every row sees its first key
-            p, rescale = (s - m_new[..., None]).exp(), (m - m_new).exp()
-            acc = acc * rescale[..., None] + p @ v[:, keys]
-            m, total = m_new, total * rescale + p.sum(-1)
+            p, alpha = (s - m_new[..., None]).exp(), (m - m_new).exp()
+            acc = acc * alpha[..., None] + p @ v[:, keys]
+            m, total = m_new, total * alpha + p.sum(-1)
         out[:, item.first : item.last] = acc / total[..., None]
         lse[:, item.first : item.last] = m + total.log()
     return out.transpose(0, 1), lse
