@@ -46,7 +46,7 @@ HINTS = {
     "assigned, not added to.",
     7: "Run your file by itself: without a GPU, print works in a kernel. Set all scores to 0 (q = "
     "0): out is the mean of v, lse the log of the number of keys. Too small in every row: keys "
-    "behind the end count, as score 0. Wrong from the second batch element on: its offset is "
+    "beyond the end count, as score 0. Wrong from the second batch element on: its offset is "
     "batch · n · d. Wrong for transposed inputs: .contiguous().",
     8: "Run your file by itself, and print P and dS of the first tile: rows of P sum to 1 over "
     "all keys, rows of dS to 0. dV needs P alone, so begin with it. Shapes that fit by chance: "

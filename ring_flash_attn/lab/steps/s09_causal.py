@@ -1,6 +1,6 @@
 """Step 9: causal masks, then skipping blocks.
 
-What we want. A language model predicts the next token, so query i must not see keys behind it:
+What we want. A language model predicts the next token, so query i must not see later keys:
 
     query i sees key j   ⇔   j ≤ i + shift,      shift = keys − queries
 

@@ -84,7 +84,7 @@ def packed_forward(
         mine = q[:, item.first : item.last] * q.shape[-1] ** -0.5
         acc = torch.zeros_like(out[:, item.first : item.last])
         m, total = acc[..., 0] - inf, acc[..., 0].clone()
-        stop = item.last if causal else item.end  # skip what is behind the diagonal
+        stop = item.last if causal else item.end  # skip what is beyond the diagonal
         for j in range(item.begin, stop, block_k):
             keys = slice(j, min(j + block_k, stop))  # not one key of the next document
             s = mine @ k[:, keys].transpose(1, 2)
