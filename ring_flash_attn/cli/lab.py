@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -27,14 +28,16 @@ _RUN = (  # the interpreter has to be turned on before anything imports triton
     "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
 )
 
+_DEFAULT = "else this folder, or the one in it that has any"
 Number = Annotated[int, typer.Argument(metavar="N", help=f"Step: 1 … {len(STEPS)}.")]
 
 
 def lab(
     ctx: typer.Context,
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Folder with your exercises.")
-    ] = Path(),
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help=f"Folder with your exercises; {_DEFAULT}."),
+    ] = None,
 ) -> None:
     """FlashAttention from one loop to the ring, in steps that run on any machine.
 
@@ -48,6 +51,7 @@ def lab(
     if ctx.invoked_subcommand is not None:
         return
     with usage_errors():
+        folder = folder or _find_folder()
         progress = _load(folder)
     console = screen()
     table = make_table(("", "step", "what it teaches", "exercise", ""), ())
@@ -57,7 +61,7 @@ def lab(
     passed = sum(_is_passed(step, folder, progress) for step in STEPS)
     total = sum(step.has_exercise for step in STEPS)
     console.print(f"{passed} of {total} exercises passed in {folder.resolve()}", soft_wrap=True)
-    if not any((folder / step.exercise).is_file() for step in STEPS):
+    if not _is_begun(folder):
         print_lines(console, ["`rfa lab start DIR` writes the exercises; `rfa lab run 1` begins."])
 
 
@@ -98,6 +102,7 @@ def start(
     if new:
         first = new[0].number
         lines.append(f"next: rfa lab run {first}, then rfa lab check {first} {folder}")
+        lines.append(f"what you have passed: rfa lab --dir {folder}")
     print_lines(console, lines or ["all exercises are there"])
 
 
@@ -121,8 +126,11 @@ def run(number: Number) -> None:
 def check(
     number: Number,
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder with your exercises, or the file itself.")
-    ] = Path(),
+        Path | None,
+        typer.Argument(
+            metavar="DIR", help=f"Folder with your exercises, or the file itself; {_DEFAULT}."
+        ),
+    ] = None,
     hint: Annotated[bool, typer.Option("--hint", help="Say what may help.")] = False,
     solution: Annotated[
         bool, typer.Option("--solution", help="Print a solution; nothing is checked.")
@@ -145,6 +153,9 @@ def check(
         if solution:
             print_lines(console, [_solution(step)])
             return
+        if folder is None:
+            folder = _find_folder()
+            print_lines(console, [f"checking {folder / step.exercise}"])
         mine = folder if folder.is_file() else folder / step.exercise
         if step.has_exercise and not _exercise(step).is_file() and not mine.is_file():
             raise ValueError(f"step {number} ({step.title}) has no exercise yet")
@@ -183,6 +194,30 @@ def _check_triton(step: LabStep) -> None:
 
 
 # Files of the course, and what a learner has passed.
+
+
+def _find_folder() -> Path:
+    """The current folder if it has exercises, else the one folder in it that has.
+
+    Raises:
+        ValueError: several folders have exercises.
+    """
+    here = Path()
+    if _is_begun(here):
+        return here
+    try:
+        found = sorted(each for each in here.iterdir() if each.is_dir() and _is_begun(each))
+    except OSError:  # a folder that cannot be read
+        found = []
+    if len(found) > 1:
+        raise ValueError(f"there are exercises in {', '.join(map(str, found))}: name the folder")
+    return found[0] if found else here
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether it has exercises; no, if it may not be read."""
+    names = (step.exercise for step in STEPS if step.has_exercise)
+    return any(os.path.isfile(folder / name) for name in names)
 
 
 def _exercise(step: LabStep) -> Path:

@@ -20,23 +20,61 @@ LIMIT = 120.0  # seconds for all cases of a step
 _GRACE = 30.0  # until the process is killed, if it does not end by itself
 _PRINTED = 20  # lines of the learner's own that are shown
 
-# What helps where no mistake was recognised.
+# What helps where no mistake was recognised: what to print, what to do by hand, what is likely.
 HINTS = {
-    1: "Each program takes a tile of rows. The gradient of the weight is a sum over all rows.",
-    2: "Make the sum a tensor of `dtype` and each value one of `value_dtype`, then add in a loop.",
-    3: "s = q kᵀ / √d, mask, softmax, times v. Backward needs q, k, v and the probabilities.",
-    4: "Carry two numbers for each row: the largest score so far, and the sum relative to it.",
-    5: "For each tile of rows loop over tiles of keys; carry m, the sum and the accumulator.",
-    6: "P = exp(s − lse), dP = dO vᵀ, D = rowsum(dO ∘ O), dS = P ∘ (dP − D); then three products.",
-    7: "One program for each tile of rows. Print shapes with TRITON_INTERPRET=1 and plain print.",
-    8: "One kernel owns tiles of keys and writes dK and dV, the other owns tiles of rows: dQ.",
-    9: "Compare the first key of a block with the last row of the tile, and the other way round.",
-    10: "Solve it for one head and no window first; each feature changes one line.",
-    11: "The mask needs the document of each token: how many borders lie at or before it?",
-    12: "Weights are exp(lse_i − lse). Start from two halves of the keys that you can compute.",
-    13: "Write down for 3 ranks who holds whose keys at each step, then the code.",
-    14: "Draw the 8 chunks of 4 ranks, and mark which pairs of chunks each step computes.",
-    15: "Bytes over bandwidth, FLOPs over speed; exposed is what computing does not hide.",
+    1: "Run your file by itself and print i, j and the mask of each program: `rows` and `d` cut "
+    "off the last tile in both directions, in loads (w, too) and in stores. x may be a transpose "
+    "and `grad` one number with stride 0: use the strides, and grad.contiguous(). Right with one "
+    "tile, wrong with several? Then a sum over blocks is overwritten (`=` for `+=`), or programs "
+    "share a row of parts.",
+    2: "Print `total.dtype` after each line: `total = total + x` may change it, `total += x` does "
+    "not. Make both scalar tensors, and convert the value once, before the loop. A Python float "
+    "is not yet rounded: 0.01 in fp16 is 0.0100021.",
+    3: "Take 1 query and 2 keys with q = 0: the weights are 1/2, out is the mean of v. Then print "
+    "the mask for 2 queries and 4 keys: the rows should show 3 and 4 keys. Print the rows that "
+    "are NaN: they see no key. `saved` has q, k, v as they were given, unscaled, and p.",
+    4: "Take one row (0, 1, 5) in blocks of one, and do it by hand: m is 0, 1, 5, and total 1, "
+    "e⁻¹ + 1, and then? Print m, alpha and total after each block. alpha must lie between 0 and "
+    "1, and be used before m is replaced. Then let the first block be −inf.",
+    5: "Use tiles of 1 × 2 on 2 queries and 4 keys, print m, total and acc after each tile, and "
+    "compare with exercise 4. First tile right, then wrong: alpha. Wrong only if causal: print "
+    "the position of each query, i + keys − queries, and remember that i begins at the tile's "
+    "first row.",
+    6: "First without tiles: print each row's sum of dS (0, or D is wrong) and of P (1, or lse or "
+    "mask are). Only dV right: look at dP, D or dS. All right but for a factor √d: the scale. "
+    "Then tiles of 2 on 4 queries and keys: a gradient that has only the last tile's part was "
+    "assigned, not added to.",
+    7: "Run your file by itself: without a GPU, print works in a kernel. Set all scores to 0 (q = "
+    "0): out is the mean of v, lse the log of the number of keys. Too small in every row: keys "
+    "beyond the end count, as score 0. Wrong from the second batch element on: its offset is "
+    "batch · n · d. Wrong for transposed inputs: .contiguous().",
+    8: "Run your file by itself, and print P and dS of the first tile: rows of P sum to 1 over "
+    "all keys, rows of dS to 0. dV needs P alone, so begin with it. Shapes that fit by chance: "
+    "use BLOCK_Q ≠ BLOCK_K, and a missing transpose fails. NaN: a row that sees nothing has lse "
+    "−inf, mask after exp. dout may be one number with stride 0.",
+    9: "Draw 3 queries and 5 keys in blocks of 2, and mark the pairs that count. A block is "
+    "skipped if its last row does not see its first key; it needs no mask if its first row sees "
+    "its last key. Both last ones are clipped: min(…, rows) − 1. Print your list for 5 queries "
+    "and 3 keys.",
+    10: "Solve it for as many KV heads as heads and no window; then add one feature at a time. "
+    "heads 6, heads_k 2: print which KV head each query head reads (0 0 0 1 1 1). Window (1, 0): "
+    "query 3 sees keys 2 and 3. dk too small: print its shape before the sum over the group.",
+    11: "Take documents of 2, 0 and 3 tokens, and print the rows and keys of each block that you "
+    "compute: no block has rows of two documents. Put NaN into the values of one document: where "
+    "it shows up in another, keys have leaked, and a weight of 0 does not stop that.",
+    12: "Cut keys with scores (0, 0 | 0) by hand: the weights are 2/3 and 1/3, lse is log 3. "
+    "Print the two weights: they sum to 1. inf or NaN: exp(lse) was taken before anything was "
+    "subtracted, or both halves are −inf.",
+    13: "Write a table for 3 ranks: who holds whose keys in each step, and what is sent to whom. "
+    "Let each rank print (rank, step, source). All wait: the numbers of sends and recvs to a "
+    "neighbour differ, or come in another order. Right without a mask only: the source. dk of "
+    "another rank: one hop is missing.",
+    14: "Draw the 8 chunks of 4 ranks. For rank 1 and source 2 write down the four chunks in "
+    "order (1, 2, 5, 6): who sees whom? Then source 0. Print lengths that do not divide: 37 "
+    "tokens on 2 ranks have chunks of 9, 9, 9 and 10.",
+    15: "Take 2 ranks and round numbers (rate 1, bandwidth 1, latency 0), and write a table of "
+    "steps: work, bytes, and what is left over. Keys count heads_k, pairs count heads. Backward "
+    "has one step more than there is work. Exposed is a sum of maxima, not the maximum of sums.",
 }
 
 

@@ -64,11 +64,36 @@ def test_the_list(course: Path) -> None:
     assert "to be read" in result.output
 
 
+def test_without_a_folder(course: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one, if it has exercises; else the one in it that has; and which one is said."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "other").mkdir()
+    monkeypatch.chdir(home)
+    assert f"passed in {home}\n" in rfa("lab").output
+    assert "rfa lab start DIR" in rfa("lab").output
+    rfa("lab", "start", "flash")
+    (home / "flash" / MERGE.exercise).write_text(RIGHT)
+    result = rfa("lab", "check", "12")
+    assert result.exit_code == 0
+    assert result.output.startswith(f"checking flash/{MERGE.exercise}\npassed: step 12")
+    assert f"1 of 15 exercises passed in {home / 'flash'}\n" in rfa("lab").output
+    rfa("lab", "start", "again")
+    for arguments in ((), ("check", "12")):
+        result = rfa("lab", *arguments)
+        assert result.exit_code == 2
+        assert "there are exercises in again, flash: name the folder" in words(result)
+    assert f"1 of 15 exercises passed in {home / 'flash'}\n" in rfa("lab", "--dir", "flash").output
+    rfa("lab", "start", ".")
+    assert f"0 of 15 exercises passed in {home}\n" in rfa("lab").output
+
+
 def test_start_never_overwrites(course: Path) -> None:
     result = rfa("lab", "start", str(course))
     assert result.exit_code == 0
     assert sorted(path.name for path in course.iterdir()) == [STEPS[3].exercise, MERGE.exercise]
     assert f"rfa lab check 4 {course}" in words(result)
+    assert f"rfa lab --dir {course}" in words(result)
     (course / MERGE.exercise).write_text("mine")
     (course / STEPS[3].exercise).unlink()
     result = rfa("lab", "start", str(course))
@@ -164,7 +189,7 @@ def test_hints_and_what_was_printed(course: Path, monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 1
     assert "your file printed:\n  [mine]" in result.output
     assert "out: [wrong]" in result.output
-    assert "Hint: Weights are exp(lse_i − lse)." in result.output
+    assert "Hint: Cut keys with scores (0, 0 | 0) by hand" in result.output
     assert "It looks like" not in result.output
 
 

@@ -178,8 +178,23 @@ def test_code_that_is_named_exists(page: str) -> None:
         assert name in defined(ROOT / "ring_flash_attn" / file), (file, name)
 
 
+@pytest.mark.parametrize(
+    ("language", "last"),
+    [
+        ("en", ["What can go wrong", "Your turn", "Questions"]),
+        ("zh", ["容易出错的地方", "轮到你了", "思考题"]),
+    ],
+)
+def test_chapters_end_alike(language: str, last: list[str]) -> None:
+    for step, page in zip(STEPS, CHAPTERS):
+        titles = re.findall(r"^## (.+)$", source(language, page), re.M)
+        wanted = [title for title in last if title != last[1] or step.has_exercise]
+        assert [title for title in titles if title in last] == wanted, page
+        assert titles[-1] == last[-1] or not step.has_exercise
+
+
 @pytest.mark.parametrize("step", STEPS, ids=CHAPTERS)
-def test_a_chapter_ends_with_the_exercise_of_its_step(step: Any) -> None:
+def test_a_chapter_has_the_exercise_of_its_step(step: Any) -> None:
     page = CHAPTERS[step.number - 1]
     assert len(directives(page, "step-exercise")) == step.has_exercise
     assert (f"rfa lab check {step.number} " in source("en", page)) == step.has_exercise

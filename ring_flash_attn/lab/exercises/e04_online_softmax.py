@@ -1,8 +1,8 @@
 """Exercise 4. A softmax over blocks that are seen once, one after the other.
 
-    m'     = max(m, max(s))
-    total' = total · exp(m − m') + Σ_j exp(s_j − m')
-    acc'   = acc · exp(m − m') + exp(s − m') v
+    m'     = max(m, max(s))        α = exp(m − m')
+    total' = α · total + Σ_j exp(s_j − m')
+    acc'   = α · acc + exp(s − m') v
 
 Some scores are −inf (hidden). A row may have hidden scores only, in the first blocks or in all.
 """

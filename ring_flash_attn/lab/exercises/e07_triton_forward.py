@@ -4,16 +4,22 @@ The mathematics is that of exercise 5. What is new are the edges: a tile has fix
 two and at least 16 for tl.dot, and lengths and d are any numbers. Mask what you load and what you
 store; and give keys that do not exist the score −inf, since the score of a zero key is 0.
 
-You may change the arguments of the kernel, not those of `triton_forward`. Use
+You may change the arguments of the kernel, not those of `triton_forward`: here d is a number like
+n_q, in step 7 it is a constant of the compiler; both are right. Use
 tl.dot(a, b, input_precision="ieee"), or a GPU rounds fp32 to TF32.
 """
 
 from __future__ import annotations
 
-import torch  # noqa: F401
-import triton
-import triton.language as tl
+import torch
 from torch import Tensor
+
+from ring_flash_attn.lab.device import device
+
+DEVICE = device()  # a GPU, or the CPU with Triton's interpreter: hence before triton is imported
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 
 
 @triton.jit
@@ -45,3 +51,13 @@ def triton_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
     raise NotImplementedError(
         "allocate out and lse; the grid is (blocks of queries, batch); BLOCK_D is d rounded up"
     )
+
+
+if (
+    __name__ == "__main__"
+):  # python e07_triton_forward.py: a case to do by hand; print what you like
+    q, k = torch.zeros(1, 2, 4, device=DEVICE), torch.zeros(1, 3, 4, device=DEVICE)
+    v = torch.tensor([1.0, 2.0, 6.0], device=DEVICE)[None, :, None].expand(1, 3, 4)
+    out, lse = triton_forward(q, k, v, causal=False)  # all scores are 0: out is the mean of v
+    print("out", out.tolist(), "should be 3 everywhere")
+    print("lse", lse.tolist(), "should be 1.0986 (log 3)")

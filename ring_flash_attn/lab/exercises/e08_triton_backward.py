@@ -14,10 +14,15 @@ tl.dot(a, b, input_precision="ieee"), or a GPU rounds fp32 to TF32.
 
 from __future__ import annotations
 
-import torch  # noqa: F401
-import triton
-import triton.language as tl
+import torch
 from torch import Tensor
+
+from ring_flash_attn.lab.device import device
+
+DEVICE = device()  # a GPU, or the CPU with Triton's interpreter: hence before triton is imported
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 
 
 @triton.jit
@@ -68,3 +73,15 @@ def triton_backward(
         (dq, dk, dv), like q, k and v. A query that sees no key has dq 0 and adds nothing to dk, dv.
     """
     raise NotImplementedError("compute D, allocate dq, dk, dv, launch both kernels")
+
+
+if (
+    __name__ == "__main__"
+):  # python e08_triton_backward.py: a case to do by hand; print what you like
+    q = torch.tensor([3.0], device=DEVICE).log()[None, None]  # one query, two keys, d = 1
+    k = v = torch.tensor([1.0, 0.0], device=DEVICE)[None, :, None]  # so P is 3/4 and 1/4
+    out, lse = torch.full_like(q, 0.75), torch.tensor([[4.0]], device=DEVICE).log()
+    dq, dk, dv = triton_backward(q, k, v, out, lse, torch.ones_like(q), causal=False)
+    print("dv", dv.flatten().tolist(), "should be [0.75, 0.25]")
+    print("dq", dq.flatten().tolist(), "should be 0.1875 (3/16)")
+    print("dk", dk.flatten().tolist(), "should be [0.206, -0.206] (3/16 log 3)")

@@ -1,6 +1,6 @@
 """Exercise 13: ring attention, as one rank sees it.
 
-The sequence is split contiguously: rank r has the rows behind those of rank r - 1. Ranks run at the
+The sequence is split contiguously: rank r has the rows after those of rank r - 1. Ranks run at the
 same time, each with its own `send` and `recv`:
 
     send(to, *tensors)     puts a message into the mailbox of rank `to`; it does not wait

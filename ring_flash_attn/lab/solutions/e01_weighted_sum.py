@@ -11,9 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from ring_flash_attn.lab.device import device
+
+DEVICE = device()  # a GPU, or the CPU with Triton's interpreter: hence before triton is imported
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 
 
 @triton.jit
@@ -86,3 +91,12 @@ class WeightedSum(torch.autograd.Function):
             BLOCK_ROWS=16, BLOCK_D=32,
         )  # fmt: skip
         return dx, parts.sum(0)
+
+
+if __name__ == "__main__":  # python e01_weighted_sum.py: a case to do by hand; print what you like
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], device=DEVICE, requires_grad=True)
+    weight = torch.tensor([1.0, 10.0, 100.0], device=DEVICE, requires_grad=True)
+    y = WeightedSum.apply(x, weight)
+    print("y", y.tolist(), "should be [321, 654]")
+    (dweight,) = torch.autograd.grad(y.sum(), weight)
+    print("dweight", dweight.tolist(), "should be [5, 7, 9]")

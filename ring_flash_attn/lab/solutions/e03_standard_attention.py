@@ -2,6 +2,9 @@
 
     S = q kᵀ / √d        P = softmax(S)        out = P v
 
+Write the forward pass, and return what backward will need. Backward itself is not asked for: its
+formulas tell you what to keep, and in exercise 6 you write a better one.
+
     dV = Pᵀ dO    dP = dO vᵀ    dS = P ∘ (dP − rowsum(P ∘ dP))    dQ = dS k / √d    dK = dSᵀ q / √d
 
 Then predict: how many bytes does `saved` have at 16,384 tokens, d 64, fp32? How many of them are P?

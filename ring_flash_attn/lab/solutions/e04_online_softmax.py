@@ -1,8 +1,8 @@
 """Exercise 4. A softmax over blocks that are seen once, one after the other.
 
-    m'     = max(m, max(s))
-    total' = total · exp(m − m') + Σ_j exp(s_j − m')
-    acc'   = acc · exp(m − m') + exp(s − m') v
+    m'     = max(m, max(s))        α = exp(m − m')
+    total' = α · total + Σ_j exp(s_j − m')
+    acc'   = α · acc + exp(s − m') v
 
 Some scores are −inf (hidden). A row may have hidden scores only, in the first blocks or in all.
 """
@@ -46,9 +46,9 @@ def softmax_dot(scores: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     for s, v in zip(scores, values):
         new = torch.maximum(m, s.amax(-1))
         safe = new.masked_fill(new == float("-inf"), 0.0)
-        correction = (m - safe).exp()
+        alpha = (m - safe).exp()
         p = (s - safe[:, None]).exp()
-        total = total * correction + p.sum(-1)
-        acc = acc * correction[:, None] + p @ v
+        total = total * alpha + p.sum(-1)
+        acc = acc * alpha[:, None] + p @ v
         m = new
     return acc / total.masked_fill(total == 0, 1.0)[:, None]

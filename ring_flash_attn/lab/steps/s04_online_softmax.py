@@ -7,18 +7,18 @@ A softmax needs two numbers of a row: the maximum m (without it exp overflows: e
 and the sum of exp(s_j − m). The trouble is that m is known only at the end. The way out: use the
 maximum so far, and correct the sum whenever it moves. For a new block s:
 
-    m'     = max(m, max(s))
-    total' = total · exp(m − m') + Σ_j exp(s_j − m')
+    m'     = max(m, max(s)),       α = exp(m − m')
+    total' = α · total + Σ_j exp(s_j − m')
 
-Why is it right? Suppose total = Σ exp(s_j − m) over the scores so far. Times exp(m − m') this is
+Why is it right? Suppose total = Σ exp(s_j − m) over the scores so far. Times α this is
 Σ exp(s_j − m'): as if m' had been the maximum all along. The new block adds its own terms.
 
 The same factor corrects the sum of weighted values, so that the softmax and its product with v
 need one pass over the scores:
 
-    acc' = acc · exp(m − m') + exp(s − m') v,        out = acc / total at the end
+    acc' = α · acc + exp(s − m') v,        out = acc / total at the end
 
-The factor is at most 1, so nothing can overflow. And m + log(total) is the lse, log Σ exp(s_j): the
+α is at most 1, so nothing can overflow. And m + log(total) is the lse, log Σ exp(s_j): the
 one number of a row that backward (step 6) and the merge (step 12) will ask for.
 
 A trap: where all scores so far are hidden, m = m' = −inf, and exp(−inf − (−inf)) is NaN. Such a row
@@ -48,7 +48,8 @@ def online_softmax(blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     total = torch.zeros_like(m)
     for s in blocks:
         new = torch.maximum(m, s.amax(-1))
-        total = total * (m - safe(new)).exp() + (s - safe(new)[:, None]).exp().sum(-1)
+        alpha = (m - safe(new)).exp()
+        total = alpha * total + (s - safe(new)[:, None]).exp().sum(-1)
         m = new
     return m, total
 
@@ -61,10 +62,10 @@ def softmax_dot(scores: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     acc = scores[0].new_zeros(rows, d)
     for s, v in zip(scores, values):
         new = torch.maximum(m, s.amax(-1))
-        correction = (m - safe(new)).exp()
+        alpha = (m - safe(new)).exp()
         p = (s - safe(new)[:, None]).exp()
-        total = total * correction + p.sum(-1)
-        acc = acc * correction[:, None] + p @ v
+        total = alpha * total + p.sum(-1)
+        acc = alpha[:, None] * acc + p @ v
         m = new
     return acc / total.masked_fill(total == 0, 1.0)[:, None]
 
@@ -96,7 +97,7 @@ ROW = (0.5, 1.0, -1.0, 0.0, 3.0, 2.0, 1.5, -2.0, 2.5, 4.0, 0.0, 1.0)
 
 
 def history(row: Tensor, n: int) -> Iterator[tuple[Tensor, float, float, float]]:
-    """Block, maximum, correction and sum after each block of one row."""
+    """Block, maximum, alpha and sum after each block of one row."""
     blocks, old = row[None].split(n, dim=1), torch.tensor([-INF])
     for seen, block in enumerate(blocks, 1):
         m, total = online_softmax(blocks[:seen])
@@ -107,10 +108,10 @@ def history(row: Tensor, n: int) -> Iterator[tuple[Tensor, float, float, float]]
 def show() -> None:
     """The maximum moves, the sum is corrected; then how often each way reads the scores."""
     row = torch.tensor(ROW)
-    print(f"{'block':>26} {'maximum':>9} {'correction':>11} {'sum':>8}")
-    for block, m, correction, total in history(row, 3):
+    print(f"{'block':>26} {'maximum':>9} {'alpha':>11} {'sum':>8}")
+    for block, m, alpha, total in history(row, 3):
         scores = "  ".join(f"{x:4.1f}" for x in block.tolist())
-        print(f"{scores:>26} {m:9.1f} {correction:11.4f} {total:8.4f}")
+        print(f"{scores:>26} {m:9.1f} {alpha:11.4f} {total:8.4f}")
     print(f"{'all at once':>26} {row.max():9.1f} {'':11} {(row - row.max()).exp().sum():8.4f}\n")
     large = torch.tensor([90.0, 89.0])
     without, with_it = large.exp() / large.exp().sum(), large.softmax(0)

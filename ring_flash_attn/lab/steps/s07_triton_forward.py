@@ -4,8 +4,8 @@ In step 5 PyTorch launched about ten small kernels for each tile, and each wrote
 memory for the next one to read. A Triton kernel keeps the tile where it is computed: scores and
 probabilities live in registers, blocks of q, k and v in the fast memory of one multiprocessor.
 
-The outer loop of step 5, over blocks of queries, becomes the grid. Its turns need nothing of each
-other, so the GPU runs them side by side:
+The outer loop of step 5, over blocks of queries, becomes the grid. Its iterations are
+independent of each other, so the GPU runs them side by side:
 
     grid = (blocks of queries, batch)        program (i, b) computes rows i · BLOCK_Q … of batch b
 

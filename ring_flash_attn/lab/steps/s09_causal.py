@@ -1,6 +1,6 @@
 """Step 9: causal masks, then skipping blocks.
 
-What we want. A language model predicts the next token, so query i must not see keys behind it:
+What we want. A language model predicts the next token, so query i must not see later keys:
 
     query i sees key j   ⇔   j ≤ i + shift,      shift = keys − queries
 
@@ -81,9 +81,9 @@ def causal_forward(
         m_new = torch.maximum(m[:, rows], s.amax(-1))
         m_safe = m_new.masked_fill(m_new == -inf, 0.0)
         p = (s - m_safe[..., None]).exp()
-        rescale = (m[:, rows] - m_safe).exp()
-        acc[:, rows] = acc[:, rows] * rescale[..., None] + p @ v[:, keys]
-        total[:, rows] = total[:, rows] * rescale + p.sum(-1)
+        alpha = (m[:, rows] - m_safe).exp()
+        acc[:, rows] = acc[:, rows] * alpha[..., None] + p @ v[:, keys]
+        total[:, rows] = total[:, rows] * alpha + p.sum(-1)
         m[:, rows] = m_new
     seen = total > 0
     out = acc / total.masked_fill(~seen, 1.0)[..., None]

@@ -102,9 +102,9 @@ def grouped_forward(
             s = s.masked_fill(hidden_from(rows, keys, shift, causal, window, q), -inf)
             m_new = torch.maximum(m, s.amax(-1))
             m_safe = m_new.masked_fill(m_new == -inf, 0.0)
-            p, rescale = (s - m_safe[..., None]).exp(), (m - m_safe).exp()
-            acc = acc * rescale[..., None] + p @ v[..., keys.start : keys.stop, :]
-            m, total = m_new, total * rescale + p.sum(-1)
+            p, alpha = (s - m_safe[..., None]).exp(), (m - m_safe).exp()
+            acc = acc * alpha[..., None] + p @ v[..., keys.start : keys.stop, :]
+            m, total = m_new, total * alpha + p.sum(-1)
         outs.append(acc / total.masked_fill(total == 0, 1.0)[..., None])
         lses.append(m + total.log())
     return by_head(torch.cat(outs, -2)), torch.cat(lses, -1).flatten(1, 2)

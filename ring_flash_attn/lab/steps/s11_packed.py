@@ -84,7 +84,7 @@ def packed_forward(
         mine = q[:, item.first : item.last] * q.shape[-1] ** -0.5
         acc = torch.zeros_like(out[:, item.first : item.last])
         m, total = acc[..., 0] - inf, acc[..., 0].clone()
-        stop = item.last if causal else item.end  # skip what is behind the diagonal
+        stop = item.last if causal else item.end  # skip what is beyond the diagonal
         for j in range(item.begin, stop, block_k):
             keys = slice(j, min(j + block_k, stop))  # not one key of the next document
             s = mine @ k[:, keys].transpose(1, 2)
@@ -92,9 +92,9 @@ def packed_forward(
                 at = torch.arange(keys.start, keys.stop, device=q.device)
                 s = s.masked_fill(at[None, :] > rows, -inf)
             m_new = torch.maximum(m, s.amax(-1))  # never −inf: every row sees its first key
-            p, rescale = (s - m_new[..., None]).exp(), (m - m_new).exp()
-            acc = acc * rescale[..., None] + p @ v[:, keys]
-            m, total = m_new, total * rescale + p.sum(-1)
+            p, alpha = (s - m_new[..., None]).exp(), (m - m_new).exp()
+            acc = acc * alpha[..., None] + p @ v[:, keys]
+            m, total = m_new, total * alpha + p.sum(-1)
         out[:, item.first : item.last] = acc / total[..., None]
         lse[:, item.first : item.last] = m + total.log()
     return out.transpose(0, 1), lse

@@ -16,7 +16,7 @@ Causal. source > rank: all these keys are later, nothing to do. source = rank: a
 
 Backward. Rank r can compute what its queries contribute to dK and dV of the shard it holds at the
 moment: with the final lse and D of its own rows, p = exp(s − lse) is right without any merging. dQ
-is ours and stays. dK and dV belong to the source. They travel behind their keys, everybody adds to
+is ours and stays. dK and dV belong to the source. They travel with their keys, everybody adds to
 them, and one hop more than the keys make brings them home:
 
     step t     dK, dV of the shard arrive; add our part; send them to r + 1

@@ -18,9 +18,9 @@ Zigzag. Cut the sequence into 2 W chunks. Rank r gets chunk r, early, and chunk 
 Which halves see each other? Let source be the rank whose keys are here:
 
     source = rank    all queries, all keys, causal: rows are in order, so the usual mask is right
-    source < rank    its early chunk is before both of ours, its late chunk behind both of ours:
+    source < rank    its early chunk is before both of ours, its late chunk after both of ours:
                      all queries × early keys, no mask
-    source > rank    both its chunks are before our late one, and behind our early one:
+    source > rank    both its chunks are before our late one, and after our early one:
                      late queries × all keys, no mask
 
 Every case has n² / 2 pairs (and n / 2 more where it is causal). Nobody waits, and no tile but our

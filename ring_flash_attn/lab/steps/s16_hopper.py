@@ -19,7 +19,7 @@ In turn they take 3/16; at once, 1/8. That third is what most of this machinery 
 A tensor descriptor tells the Tensor Memory Accelerator a tensor's shape, strides, and the box to
 copy. One thread says "box at (batch, head, row)", and the hardware computes addresses, moves the
 bytes to shared memory and lays them out as the tensor cores want them. No registers, no address
-arithmetic, no masks: rows behind the tensor's end arrive as zeros. It has rules: addresses and
+arithmetic, no masks: rows beyond the tensor's end arrive as zeros. It has rules: addresses and
 strides are multiples of 16 bytes (`fit` copies what is not). And a document's last block would run
 into the next document: `inside` moves it back so that it ends where the keys do, and a mask hides
 what was loaded twice.

@@ -24,11 +24,11 @@ def history_of_a_row() -> Figure:
     above.set(ylabel="score")
     above.text(-0.4, 1.2, "maximum so far", color=ORANGE)
     old = 0.0
-    for i, (_, _, correction, total) in enumerate(found):
-        kept, middle = old * correction if i else 0.0, n * i + n / 2 - 0.5
+    for i, (_, _, alpha, total) in enumerate(found):
+        kept, middle = old * alpha if i else 0.0, n * i + n / 2 - 0.5
         below.bar(middle, kept, width=2.4, color=GREY)
         below.bar(middle, total - kept, bottom=kept, width=2.4, color=BLUE)
-        label = f"× {correction:.2f}" if i else ""
+        label = f"× {alpha:.2f}" if i else ""
         below.text(middle, total + 0.08, label, ha="center")
         old = total
     below.set(ylabel="sum", xticks=[1, 4, 7, 10], ylim=(0, 3))
