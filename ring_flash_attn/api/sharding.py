@@ -316,7 +316,10 @@ def _problem(
         if cu_seqlens is None:
             raise ValueError("cu_seqlens_q is given without cu_seqlens")
         queries = document_lengths(cu_seqlens_q, name="cu_seqlens_q", fresh=fresh)
-        checks.check_documents(queries, lengths)
+        if len(queries) != len(lengths):
+            raise ValueError(
+                f"cu_seqlens_q delimits {len(queries)} documents, cu_seqlens {len(lengths)}"
+            )
     return Problem(get_layout(layout), queries, lengths, world_size, Mask())
 
 
