@@ -42,6 +42,13 @@ CASES = {
     "unseen_keys": replace(
         ONE, batch=(2, 100, 700), layout="contiguous", options={**CAUSAL, "window_size": (150, 0)}
     ),
+    "queries_that_see_nothing": replace(
+        ONE,
+        batch=(1, 800, 800),
+        world_size=2,
+        layout="contiguous",
+        options={**CAUSAL, "window_size": (50, 0), "sources_per_launch": 1},
+    ),
     "unseen_keys_128": replace(
         ONE,
         batch=(1, 100, 500),

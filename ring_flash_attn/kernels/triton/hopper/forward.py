@@ -531,8 +531,7 @@ def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.
             state, i, j = run(C, True, state, i, j, left, q, i0, keys, shared, scores, traits)
         # Blocks that end here need no mask on the right.
         right = gl.minimum(keys.length, i0 + C * HALF + keys.high + 1) - BLOCK_N + 1
-        if BLOCK_N <= HALF:  # else there are always more keys
-            right = gl.minimum(right, keys.end)
+        right = gl.minimum(right, keys.end)  # 1 if they see nothing
         state, i, j = run(C, False, state, i, j, right, q, i0, keys, shared, scores, traits)
         state, i, j = run(C, True, state, i, j, keys.end, q, i0, keys, shared, scores, traits)
         keys = following
