@@ -57,6 +57,7 @@ MISTAKES = {
 }
 
 Size = tuple[int, int, int, bool]  # rows, keys, d, causal
+Suspects = Callable[[Setting], Iterable[Suspect]]
 SIZES: tuple[Size, ...] = (
     (32, 32, 32, False),
     (37, 37, 40, False),
@@ -66,7 +67,10 @@ SIZES: tuple[Size, ...] = (
     (37, 21, 40, False),
     (37, 21, 40, True),
 )
+LONG: tuple[Size, ...] = ((150, 170, 16, False), (150, 170, 16, True))  # beyond any tile
 LARGE: Size = (37, 37, 64, False)  # scores beyond ±88: exp overflows
+HUGE: Size = (37, 37, 48, True)  # the score of one key is 300, also where it is hidden
+_HUGE_KEY = 20
 
 
 # Results of a setting, rightly or wrongly.
@@ -123,6 +127,7 @@ def forward_suspects(setting: Setting) -> Iterator[Suspect]:
     for other_lse in (m, lse - m, (lse - m).exp(), lse.exp()):
         yield "lse_part", {"lse": other_lse}
     yield "unnormalised", {"out": right["out"] * (lse - m).exp()[..., None]}
+    yield from _late_masks(setting, counts, right)
     for mistake, result in wrong_sums(scores, v, setting.key_tiles):
         if setting.sinks is not None:
             out, both = with_sink(result["out"], result["lse"], setting.sinks[:, None])
@@ -150,6 +155,26 @@ def _tails(setting: Setting, counts: Tensor, right: dict[str, Tensor]) -> Iterat
             yield "tail", wrong
 
 
+def _late_masks(setting: Setting, counts: Tensor, right: dict[str, Tensor]) -> Iterator[Suspect]:
+    """A hidden score is the maximum, and all visible weights underflow: 0, or not a number."""
+    top = scores_of(setting, counts).amax(-1, keepdim=True)
+    above = scores_of(setting, torch.ones_like(counts)) - top > 120
+    if not setting.causal or not above.any():
+        return
+    for tile in setting.all_tiles:
+        visited = seen(setting, "whole_tiles", tile)
+        lost = (above & (visited > counts)).any(-1)
+        if lost.any():
+            for out, lse in ((0.0, -INF), (INF, INF), (0.0, INF)):
+                yield (
+                    "mask_late",
+                    {
+                        "out": right["out"].masked_fill(lost[..., None], out),
+                        "lse": right["lse"].masked_fill(lost, lse),
+                    },
+                )
+
+
 # Cases.
 
 
@@ -161,6 +186,8 @@ def plain_inputs(
     q, k, v = (random(*shape, seed=i) for i, shape in enumerate(shapes))
     if large:  # whole numbers, so that TF32 is exact
         q, k = (16 * q).round(), (5 * k).round()
+    if (rows, keys, d, causal) == HUGE:
+        q[..., 0], k[:, _HUGE_KEY], k[:, _HUGE_KEY, 0] = 4.0, 0.0, 75 * d**0.5
     return [q, k, v], PLAIN.setting(q, k, v, causal=causal)
 
 
@@ -180,14 +207,16 @@ def truth_of(form: Form, setting: Setting) -> dict[str, Tensor]:
 def judge_forward(
     form: Form,
     setting: Setting,
-    suspects: Callable[[Setting], Iterable[Suspect]] = forward_suspects,
+    suspects: Suspects = forward_suspects,
     tolerance: float = 1e-4,
     names: Sequence[str] = ("out", "lse"),
+    lost: str = "",
 ) -> Compare:
     """Compare what a forward pass returns with the definition, and with suspects."""
     truth = truth_of(form, setting)
     truth = {name: truth[name] for name in names}
-    return Compare(truth, form, setting, partial(suspects, setting), tolerance, setting.masked)
+    wrong = partial(suspects, setting)
+    return Compare(truth, form, setting, wrong, tolerance, setting.masked, lost)
 
 
 def forward_cases(
@@ -197,6 +226,7 @@ def forward_cases(
     tiles: Iterable[tuple[int, int]] | None = None,
     tolerance: float = 1e-4,
     causal_argument: bool = True,
+    suspects: Suspects = forward_suspects,
 ) -> Cases:
     """Forward passes of (batch, rows, d), with each of the tiles if the learner takes them."""
     sizes = tuple(sizes)
@@ -205,13 +235,15 @@ def forward_cases(
             large = size == LARGE
             tensors, setting = plain_inputs(*size, large=large)
             more = ["large scores"] if large else []
+            more += [f"a score of 300 at key {_HUGE_KEY}"] if size == HUGE else []
             given: list[Any] = [*tensors, *([setting.causal] if causal_argument else [])]
             if tile is not None:
                 setting = replace(setting, tiles=(tile,))
                 more.append(f"tiles {tile[0]} × {tile[1]}")
                 given += tile
-            limit = max(tolerance, 1e-3 if large else 0.0)
-            judge = judge_forward(PLAIN, setting, tolerance=limit)
+            limit = max(tolerance, 1e-3 if large or size == HUGE else 0.0)
+            lost = "outside" if learner.has_kernels else ""
+            judge = judge_forward(PLAIN, setting, suspects, limit, lost=lost)
             yield learner.case(name, setting.describe(*more), judge, *given)
 
 
@@ -257,7 +289,7 @@ def _near(x: Any, true: Tensor, tolerance: float) -> bool:
 def tiled_attention(learner: Learner) -> Cases:
     """Step 5: tiles of several sizes; then the same as an autograd function."""
     tiles = ((16, 16), (8, 32), (37, 5))
-    yield from forward_cases(learner, "tiled_forward", (*SIZES, LARGE), tiles)
+    yield from forward_cases(learner, "tiled_forward", (*SIZES, LARGE, HUGE), tiles)
     function = learner.get("TiledAttention")
     for size in (SIZES[1], SIZES[3]):
         tensors, setting = plain_inputs(*size)
