@@ -8,12 +8,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .compare import Compare
 from .forward import LONG, SIZES, Size, Suspects, plain_inputs, truth_of
 from .learner import Cases, Learner
 from .masks import seen, wrong_masks
-from .setting import INF, LN2, PLAIN, Form, Mistake, Setting, Suspect, expand, random
+from .setting import INF, LN2, PLAIN, TILES, Form, Mistake, Setting, Suspect, expand, random
 
 MISTAKES = {
     "scale_dk": Mistake(
@@ -25,6 +26,11 @@ MISTAKES = {
         "missing 1/√d in dQ",
         "dQ is √d times too large",
         "s = scale · q kᵀ, so dQ = scale · dS k.",
+    ),
+    "scale_both": Mistake(
+        "missing 1/√d in dQ and dK",
+        "dQ and dK are √d times too large",
+        "s = scale · q kᵀ, so dQ = scale · dS k and dK = scale · dSᵀ q.",
     ),
     "dq_twice": Mistake(
         "dQ summed twice",
@@ -42,6 +48,21 @@ MISTAKES = {
         "D is not made from the output that was handed in",
         "D = rowsum(dO ∘ O) with the stored, rounded O: that is the output which dO belongs to. "
         "Do not compute O again.",
+    ),
+    "wrong_d": Mistake(
+        "D from a wrong tensor",
+        "the term that is subtracted from dP is no rowsum(dO ∘ O)",
+        "D = rowsum(dO ∘ O): for each row one number, of the output and its gradient.",
+    ),
+    "ds_mask": Mistake(
+        "dS not masked",
+        "hidden pairs have no weight in dV, but they have one in dQ and dK",
+        "P is 0 where a key is hidden. Make dS of the same, masked P.",
+    ),
+    "transpose": Mistake(
+        "missing transpose",
+        "a tile of P or dS is multiplied as it is, not transposed",
+        "dV = Pᵀ dO and dK = dSᵀ Q: rows of the result are keys.",
     ),
     "no_d": Mistake(
         "no D",
@@ -91,12 +112,25 @@ def gradients(
     return {"dq": dq, "dk": dk, "dv": dv}
 
 
+def probabilities(setting: Setting, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """P and dS, without GQA."""
+    assert setting.out is not None
+    assert setting.lse is not None
+    assert setting.dout is not None
+    lse = setting.lse.masked_fill(setting.lse == -INF, INF)
+    s = setting.q @ setting.k.transpose(-1, -2) * setting.scale
+    p = (s - lse[..., None]).exp() * counts.to(s)
+    total = (setting.dout * setting.out).sum(-1, keepdim=True)
+    return p, p * (setting.dout @ setting.v.transpose(-1, -2) - total)
+
+
 def backward_suspects(setting: Setting) -> Iterator[Suspect]:
     """What (dq, dk, dv) looks like after each mistake."""
     counts, scale = seen(setting), setting.scale
     right = gradients(setting, counts)
     yield "scale_dk", {"dk": right["dk"] / scale}
     yield "scale_dq", {"dq": right["dq"] / scale}
+    yield "scale_both", {"dq": right["dq"] / scale, "dk": right["dk"] / scale}
     yield "scale_twice", {"dq": right["dq"] * scale, "dk": right["dk"] * scale}
     yield "dq_twice", {"dq": right["dq"] * 2}
     yield "unrounded", gradients(setting, counts, d="unrounded")
@@ -111,6 +145,49 @@ def backward_suspects(setting: Setting) -> Iterator[Suspect]:
     yield "scale_missing", gradients(setting, counts, powers=(1 / scale, 1.0))
     yield "scale_twice", gradients(setting, counts, powers=(scale, 1.0))
     yield from _wrong_order(setting, counts)
+    yield from _wrong_d(setting, counts)
+    if setting.masked:
+        unmasked = gradients(setting, torch.ones_like(counts))
+        yield "ds_mask", {"dq": unmasked["dq"], "dk": unmasked["dk"], "dv": right["dv"]}
+    if setting.group == 1:
+        yield from _untransposed(setting, counts)
+
+
+def _wrong_d(setting: Setting, counts: Tensor) -> Iterator[Suspect]:
+    """D of other tensors than dO and O."""
+    assert setting.out is not None
+    assert setting.dout is not None
+    assert setting.lse is not None
+    out, dout, q = setting.out, setting.dout, setting.q
+    pairs = [
+        (out, out),
+        (dout, dout),
+        (dout, q),
+        (out, q),
+        (out, out * 0 + 1),
+        (dout, dout * 0 + 1),
+    ]
+    if setting.group == 1 and setting.rows == setting.keys:
+        pairs += [(dout, setting.v), (dout, setting.k), (out, setting.v)]
+    totals = [(a * b).sum(-1, keepdim=True) for a, b in pairs]
+    mean = (dout * out).mean(-1, keepdim=True)
+    for total in (*totals, mean, setting.lse.nan_to_num(neginf=0.0)[..., None]):
+        yield "wrong_d", gradients(setting, counts, total=total)
+
+
+def _untransposed(setting: Setting, counts: Tensor) -> Iterator[Suspect]:
+    """Square tiles of P and dS, or the whole, that are not transposed."""
+    assert setting.dout is not None
+    p, ds = probabilities(setting, counts)
+    for tile in (n for n in TILES if n < 2 * max(setting.rows, setting.keys)):
+        pad = (0, -setting.keys % tile, 0, -setting.rows % tile)
+        found = {}
+        for name, x, other in (("dv", p, setting.dout), ("dk", ds * setting.scale, setting.q)):
+            tiles = functional.pad(x, pad).unflatten(2, (-1, tile)).unflatten(4, (-1, tile))
+            wrong = tiles.transpose(3, 5).flatten(4).flatten(2, 3)  # each tile transposed
+            other = functional.pad(other, (0, 0, 0, pad[3]))
+            found[name] = (wrong.transpose(-1, -2) @ other)[:, :, : setting.keys]
+        yield "transpose", found
 
 
 def _wrong_order(setting: Setting, counts: Tensor) -> Iterator[Suspect]:

@@ -121,7 +121,7 @@ def _judge_blocks(
             if blocks == wanted(kind):
                 judgement.votes[mistake] += 2
         missing, hidden, unmasked, _ = kinds.values()
-        if missing and not judgement.votes:
+        if missing:
             judgement.votes["skipped"] += 2
         if hidden and not missing and not judgement.votes:
             judgement.votes["visited"] += 2

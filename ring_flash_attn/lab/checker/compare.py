@@ -127,7 +127,7 @@ class Compare:
             where.insert(0, f"ranks {spans(of_rank)}")
         yield ", ".join(where)
         if self.setting is not None and ours.dim() == 4:
-            yield from tiles_in_words(self.setting, name, ours, true)
+            yield from tiles_in_words(self.setting, name, ours, true, self.limit(name))
 
     def _named(self, found: dict[str, Tensor], wrong: Sequence[str]) -> Counter[str]:
         """Mistakes, with how many of the wrong tensors each explains."""
@@ -136,7 +136,7 @@ class Compare:
         everywhere = lost and all(mask.all() for mask in masks.values())
         votes: Counter[str] = Counter()
         if lost and self.lost:
-            votes[self.lost] = 2 * len(wrong)
+            votes[self.lost] = 1 if everywhere else 2 * len(wrong)  # loads beyond a tensor are few
         if self.hidden and self._only_lost_rows(found, masks) and not everywhere:
             return votes + Counter({"inf_rows": 2 * len(wrong)})
         for mistake, values in self.suspects():

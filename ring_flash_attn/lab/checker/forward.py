@@ -48,6 +48,11 @@ MISTAKES = {
         "scores are q kᵀ without the scale",
         "s = q kᵀ / √d.",
     ),
+    "dimension": Mistake(
+        "softmax over the wrong dimension",
+        "the weights of a query do not add up to 1; those of a key do, or those of a batch",
+        "Each query has its own softmax, over the keys: the last dimension of the scores.",
+    ),
     "tail": Mistake(
         "unmasked tail block",
         "the last block reaches beyond the last key, and what lies there is counted",
@@ -129,7 +134,7 @@ def forward_suspects(setting: Setting) -> Iterator[Suspect]:
     yield "unnormalised", {"out": right["out"] * (lse - m).exp()[..., None]}
     yield from _late_masks(setting, counts, right)
     for mistake, result in wrong_sums(scores, v, setting.key_tiles):
-        if setting.sinks is not None:
+        if setting.sinks is not None and "lse" in result:
             out, both = with_sink(result["out"], result["lse"], setting.sinks[:, None])
             result = {"out": out, "lse": both}
         yield mistake, result
@@ -247,12 +252,19 @@ def forward_cases(
             yield learner.case(name, setting.describe(*more), judge, *given)
 
 
+def _wrong_standard(setting: Setting) -> Iterator[Suspect]:
+    yield from forward_suspects(setting)
+    scores = scores_of(setting, seen(setting))
+    for dim in (2, 0):
+        yield "dimension", {"out": scores.softmax(dim).nan_to_num() @ setting.v}
+
+
 def standard_attention(learner: Learner) -> Cases:
     """Step 3: the output, and what is kept for the backward pass."""
     words = {"p": "p, the probabilities"}
     for size in SIZES:
         tensors, setting = plain_inputs(*size)
-        compare = judge_forward(PLAIN, setting, names=["out"])
+        compare = judge_forward(PLAIN, setting, _wrong_standard, names=["out"])
         p = scores_of(setting, seen(setting)).softmax(-1)[:, 0].nan_to_num()
         needed = dict(zip("qkvp", [*tensors, p]))
 
@@ -265,11 +277,13 @@ def standard_attention(learner: Learner) -> Cases:
             judgement = compare(out)
             if judgement.lines:
                 return judgement
-            lines = [
-                f"saved lacks {words.get(name, name)}, {tuple(true.shape)}"
-                for name, true in needed.items()
-                if not _near(saved.get(name), true, 1e-4)
-            ]
+            lines = []
+            for name, true in needed.items():
+                word, shape = words.get(name, name), tuple(true.shape)
+                if name not in saved:
+                    lines.append(f"saved lacks {word}, {shape}")
+                elif not _near(saved[name], true, 1e-4):
+                    lines.append(f"saved['{name}'] is not {word}, {shape}")
             more = [name for name in saved if name not in needed]
             if more:
                 lines.append(f"saved holds more than backward needs: {', '.join(map(str, more))}")
@@ -289,23 +303,33 @@ def _near(x: Any, true: Tensor, tolerance: float) -> bool:
 def tiled_attention(learner: Learner) -> Cases:
     """Step 5: tiles of several sizes; then the same as an autograd function."""
     tiles = ((16, 16), (8, 32), (37, 5))
-    yield from forward_cases(learner, "tiled_forward", (*SIZES, LARGE, HUGE), tiles)
+    for sizes in ((*SIZES, LARGE), (HUGE,)):
+        yield from forward_cases(learner, "tiled_forward", sizes, tiles)
     function = learner.get("TiledAttention")
     for size in (SIZES[1], SIZES[3]):
         tensors, setting = plain_inputs(*size)
         compare = judge_forward(PLAIN, setting, names=["out"])
-        lse = truth_of(PLAIN, setting)["lse"]
+        of_lse = judge_forward(PLAIN, setting, names=["lse"])
 
         def call(tensors: Sequence[Tensor] = tensors, causal: bool = size[3]) -> Any:
             return function.apply(*(learner.put(x).requires_grad_() for x in tensors), causal)
 
-        def judge(found: Any, compare: Compare = compare, lse: Tensor = lse) -> Judgement:
+        def judge(found: Any, compare: Compare = compare, of_lse: Compare = of_lse) -> Judgement:
             judgement = compare(found)
             if judgement.lines:
                 return judgement
             saved = getattr(found.grad_fn, "saved_tensors", ())
-            if sum(_near(x, lse, 1e-3) for x in saved) != 1:
+            shape = of_lse.truth["lse"].shape
+            alike = [x for x in saved if isinstance(x, Tensor) and x.shape == shape]
+            if len(alike) != 1:
                 judgement.lines.append("save the lse, (batch, rows), for the backward pass, once")
+                return judgement
+            judgement = of_lse(alike[0])
+            judgement.lines = (
+                [f"what is saved as {judgement.lines[0]}", *judgement.lines[1:]]
+                if judgement.lines
+                else []
+            )
             return judgement
 
         yield CheckCase("TiledAttention", setting.describe(), call, judge)
