@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import NamedTuple
+
+from ring_flash_attn import lab
 
 _HEAD = """
 import math
@@ -458,8 +462,17 @@ RIGHT = {
 }
 
 
+def solution(step: int, tile: int = 32) -> str:
+    """Ours, with tiles of another size."""
+    (path,) = (Path(lab.__file__).parent / "solutions").glob(f"e{step:02}_*.py")
+    return re.sub(r"\b32\b", str(tile), path.read_text())
+
+
 class Planted(NamedTuple):
-    """What to replace in the right answer of a step, and what the checker has to call it."""
+    """What to replace in the right answer of a step, and what the checker has to call it.
+
+    Tiles of `tile`; where `old` is not in the answer here, it is in the solution.
+    """
 
     step: int
     mistake: str
@@ -582,6 +595,79 @@ PLANTED = [
     Planted(1, "strides", "x.shape, g.contiguous()", "x.shape, g"),
     Planted(1, "strides", "torch.empty(rows, d, device=x.device)", "torch.empty_like(x)"),
     Planted(7, "strides", "(x.contiguous() for x in (q, k, v))", "q, k, v"),
+    Planted(7, "strides", "q.contiguous(), k.contiguous(), v.contiguous()", "q, k, v"),
+    Planted(8, "strides", "for x in (q, k, v, lse, dout))", "for x in (q, k, v, lse, dout))\n"
+            "    dout = given"),
+    Planted(8, "strides", "(x.contiguous() for x in (q, k, v, lse, dout))", "q, k, v, lse, dout"),
+    Planted(1, "strides", "*x.stride(), BLOCK_ROWS=16", "d, 1, BLOCK_ROWS=16"),
+    # loads and stores beyond a tensor
+    Planted(1, "outside", "tl.store(y_ptr + i, y, mask=i < rows)", "tl.store(y_ptr + i, y)"),
+    Planted(1, "outside", "w = tl.load(w_ptr + j, mask=j < d, other=0.0)\n        y",
+            "w = tl.load(w_ptr + j)\n        y"),
+    Planted(1, "outside", "x = tl.load(at, mask=exists, other=0.0)\n        w",
+            "x = tl.load(at)\n        w"),
+    Planted(7, "outside", "mask=rows < n_q)", "mask=rows >= 0)"),
+    Planted(7, "outside", "v = tl.load(v_ptr + at_k, mask=in_k, other=0.0)",
+            "v = tl.load(v_ptr + at_k)"),
+    Planted(8, "outside", "tl.store(dv_ptr + at, dv, mask=inside)",
+            "tl.store(dv_ptr + at, dv, mask=columns[None, :] < d)"),
+    # more than one tile
+    Planted(1, "columns", "y += tl.sum", "y = tl.sum"),
+    Planted(1, "columns", "y += tl.sum", "y = tl.sum", 128),
+    Planted(6, "overwritten", "] +=", "] =", 64),
+    Planted(6, "overwritten", _DQ, _DQ.replace("+=", "="), 40),
+    Planted(6, "overwritten", "] +=", "] =", 128),
+    Planted(7, "rescale", "acc * alpha[:, None] + tl.dot", "acc + tl.dot", 64),
+    Planted(7, "rescale", "acc * alpha[:, None] + tl.dot", "acc + tl.dot", 128),
+    Planted(8, "overwritten", "dq += tl.dot", "dq = tl.dot", 64),
+    Planted(8, "overwritten", "dv += tl.dot", "dv = tl.dot", 64),
+    Planted(8, "overwritten", "dk += tl.dot", "dk = tl.dot", 128),
+    # the batch
+    Planted(7, "batch", "at_k = batch * n_k * d + ", "at_k = "),
+    Planted(7, "batch", "at_q = batch * n_q * d + ", "at_q = "),
+    Planted(7, "batch", "b * rows * d + at, mask", "at, mask"),
+    Planted(8, "batch", "k_ptr + batch * n_k * d", "k_ptr"),
+    Planted(8, "batch", "lse_ptr + batch * n_q + rows", "lse_ptr + rows"),
+    # causal blocks
+    Planted(9, "mask_late", "            new = torch.maximum(m, s.amax(2))",
+            "            new = torch.maximum(m, (qi @ kj.mT * scale).amax(2))"),
+    Planted(9, "visited", "if causal and j > at[-1]:", "if False:"),
+    Planted(9, "visited", "if causal and j > at[-1]:", "if causal and j > at[-1] + block_k:"),
+    Planted(9, "visited", "if not causal or start <= last", "if True"),
+    Planted(9, "clipped", "min((j + 1) * block_k, rows_k) - 1", "(j + 1) * block_k - 1"),
+    Planted(9, "skipped", "start <= last", "start <= first"),
+    # what was called something else, or nothing
+    Planted(4, "inverted", "alpha = torch.exp(m - safe)", "alpha = torch.exp(safe - m)"),
+    Planted(5, "inverted", "alpha = torch.exp(m - safe)", "alpha = torch.exp(safe - m)"),
+    Planted(5, "inverted", "alpha = torch.exp(m - safe)",
+            "alpha = torch.where(m == -INF, 0.0, torch.exp(safe - m))"),
+    Planted(7, "inverted", "alpha = tl.exp(m - safe)", "alpha = tl.exp(safe - m)"),
+    Planted(5, "no_mask", "tiled_forward(q, k, v, causal, 16, 16)",
+            "tiled_forward(q, k, v, False, 16, 16)"),
+    Planted(5, "local", "key = torch.arange(j, j + kj.shape[1])",
+            "key = torch.arange(kj.shape[1])"),
+    Planted(5, "local", "at = torch.arange(i, min(i + block_q, rows)) + offset",
+            "at = torch.arange(qi.shape[1]) + offset"),
+    Planted(7, "local", "key[None, :] <= r[:, None] + offset",
+            "key[None, :] - j <= r[:, None] + offset"),
+    Planted(5, "base2", "k, v, out, lse)", "k, v, out, lse / math.log(2))"),
+    Planted(12, "no_maximum", "torch.logaddexp(lse1, lse2)",
+            "torch.log(torch.exp(lse1) + torch.exp(lse2))"),
+    Planted(6, "scale_both", "] * scale\n            d", "]\n            d"),
+    Planted(13, "scale_both", "scale\n            d", "1\n            d"),
+    Planted(6, "ds_mask", "ds = p * (dp",
+            "ds = torch.exp(q[:, r] @ k[:, c].mT * scale - lse[:, r, None]).nan_to_num() * (dp"),
+    Planted(6, "wrong_d", "D = (dout * out)", "D = (out * out)"),
+    Planted(6, "wrong_d", "D = (dout * out)", "D = (dout * q)"),
+    Planted(8, "wrong_d", "(dout.float() * out.float())", "(dout.float() * dout.float())"),
+    Planted(13, "wrong_d", "D = (dout * out)", "D = (dout * v)"),
+    Planted(8, "transpose", "tl.dot(tl.trans(p), dout", "tl.dot(p, dout"),
+    Planted(8, "transpose", "tl.dot(tl.trans(ds), q", "tl.dot(ds, q", 32),
+    Planted(3, "dimension", "s.softmax(2)", "s.softmax(1)"),
+    Planted(3, "dimension", "s.softmax(2)", "s.softmax(0)"),
+    Planted(12, "carried", "two * out2, lse", "two * out2, lse1"),
+    Planted(13, "carried", "out, lse = merge(out, lse", "out, _ = merge(out, lse"),
+    Planted(13, "carried", "two * out2, lse", "two * out2, lse2"),
     # GQA, sinks
     Planted(10, "group", ".sum(3) for", "[:, :, :, 0] for"),
     Planted(10, "group", ".sum(3) for", ".mean(3) for"),
@@ -619,6 +705,8 @@ PLANTED = [
 def planted(each: Planted) -> str:
     """The right answer with the mistake."""
     source = answer(RIGHT[each.step], each.tile)
+    if each.old not in source:
+        source = solution(each.step, each.tile)
     assert each.old in source, each
     made = source.replace(each.old, each.new)
     made = made.replace(
@@ -629,6 +717,9 @@ def planted(each: Planted) -> str:
     made = made.replace(
         "send((rank + 1) % world_size, k, v)\n        k, v, dk, dv = recv",
         "send((rank + 1) % world_size, k, v)\n        k, v = recv",
+    )
+    made = made.replace(
+        "    q, k, v, lse, dout = (x", "    given = dout\n    q, k, v, lse, dout = (x"
     )
     if "own_k" in made:
         made = made.replace(

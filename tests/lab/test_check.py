@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from answers import BASE_2, FUNCTION, PLANTED, RIGHT, TILED, Planted, answer, planted
+from answers import BASE_2, FUNCTION, PLANTED, RIGHT, TILED, Planted, answer, planted, solution
 from ranks import Ranks
 
 from ring_flash_attn import lab
@@ -198,7 +198,8 @@ def test_failures_in_words(old: str, new: str, words: str, lab_pool: Ranks, tmp_
     [
         ('"p": p}', '"p": p, "s": s}', "saved holds more than backward needs: s"),
         ('"p": p}', '"P": p}', "saved lacks p, the probabilities, (2, 32, 32)"),
-        ('"p": p}', '"p": s}', "saved lacks p, the probabilities, (2, 32, 32)"),
+        ('"p": p}', '"p": s}', "saved['p'] is not p, the probabilities, (2, 32, 32)"),
+        ('"q": q', '"q": q * 2', "saved['q'] is not q, (2, 32, 32)"),
         ('"v": v, ', "", "saved lacks v, (2, 32, 32)"),
         ("p @ v, {", "{", "expected (out, saved), with saved a dict of tensors"),
     ],
@@ -214,6 +215,26 @@ def test_an_input_that_is_changed(lab_pool: Ranks, tmp_path: Path) -> None:
     source = answer(RIGHT[5]).replace("    scale = d**-0.5", "    q *= d**-0.5\n    scale = 1.0")
     lines = report_on(lab_pool, 5, source, tmp_path).lines
     assert lines[1] == "  tiled_forward changes its argument 1 in place"
+
+
+@pytest.mark.parametrize(
+    ("number", "old", "new"),
+    [
+        (7, "alpha = tl.exp(m - ", "alpha = tl.exp(nothing - "),
+        (8, "matrix + rows", "matrix + nothing"),
+    ],
+)
+def test_the_line_in_a_kernel(number: int, old: str, new: str, tmp_path: Path) -> None:
+    """Also in a function that a kernel calls."""
+    source = solution(number).replace(old, new)
+    path = tmp_path / STEPS[number - 1].exercise
+    path.write_text(source)
+    line = next(i for i, text in enumerate(source.splitlines(), 1) if "nothing" in text)
+    pool = Ranks(1, environment={"TRITON_INTERPRET": "1"})
+    (report,) = pool.run(_check, number, path)
+    pool.stop()
+    said = f"  NameError: name 'nothing' is not defined (line {line}: "
+    assert report.lines[1].startswith(said), report.lines
 
 
 def test_a_hole_in_a_kernel(lab_pool: Ranks, tmp_path: Path) -> None:

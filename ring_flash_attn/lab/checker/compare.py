@@ -36,6 +36,7 @@ class Compare:
     suspects: Callable[[], Iterable[Suspect]] = tuple
     tolerance: float = 1e-4
     hidden: bool = False  # some row may see nothing, at first or at all
+    lost: str = ""  # the mistake that brings NaN here, if no other does
 
     def __call__(self, result: Any) -> Judgement:
         """Shapes and dtypes first, then numbers."""
@@ -124,22 +125,35 @@ class Compare:
             where.insert(0, f"ranks {spans(of_rank)}")
         yield ", ".join(where)
         if self.setting is not None and ours.dim() == 4:
-            yield from tiles_in_words(self.setting, name, ours, true)
+            yield from tiles_in_words(self.setting, name, ours, true, self.limit(name))
 
     def _named(self, found: dict[str, Tensor], wrong: Sequence[str]) -> Counter[str]:
         """Mistakes, with how many of the wrong tensors each explains."""
         masks = {name: self._wrong(name, found[name]) for name in wrong}
-        if self.hidden and self._only_lost_rows(found, masks):
-            return Counter({"inf_rows": len(wrong)})
+        lost = all(found[name][mask].isnan().all() for name, mask in masks.items())
+        everywhere = lost and all(mask.all() for mask in masks.values())
         votes: Counter[str] = Counter()
+        if lost and self.lost:
+            votes[self.lost] = 1 if everywhere else 2 * len(wrong)  # loads beyond a tensor are few
+        if self.hidden and self._only_lost_rows(found, masks) and not everywhere:
+            return votes + Counter({"inf_rows": 2 * len(wrong)})
         for mistake, values in self.suspects():
-            explained = 0
-            for name in wrong:
-                if name in values:
-                    suspect = self.form.learner(name, values[name]).double().cpu()
-                    explained += self._agrees(name, found[name], suspect, masks[name])
-            votes[mistake] = max(votes[mistake], explained)
-        return +votes
+            suspects = {
+                name: self.form.learner(name, value).double().cpu()
+                for name, value in values.items()
+                if name in found and value.numel() == found[name].numel()
+            }
+            score = 0  # 2 for a tensor that is explained, −1 for one that should be wrong as well
+            for name, suspect in suspects.items():
+                if name in masks:
+                    score += 2 * self._agrees(name, found[name], suspect, masks[name])
+                else:
+                    score -= bool((self._wrong(name, suspect) & ~suspect.isnan()).any())
+            votes[mistake] = max(votes[mistake], score)
+        votes = +votes
+        if not votes and self.hidden and lost:
+            votes["inf_rows"] = 2 * len(wrong)
+        return votes
 
     def _only_lost_rows(self, found: dict[str, Tensor], masks: dict[str, Tensor]) -> bool:
         """Wrong numbers are all NaN, or all in rows that see nothing."""

@@ -37,21 +37,40 @@ MISTAKES = {
         "lse = m + log Σ exp(s − m) has both parts."),
     "scale_twice": Mistake("scale applied twice",
         "scores or gradients have the factor 1/√d once too often",
-        "Scale either q or the scores. In the backward pass each of dQ and dK gets 1/√d once."),
-    "scale_missing": Mistake("missing 1/√d in the scores", "scores are q kᵀ without the scale",
-        "s = q kᵀ / √d."),
-    "tail": Mistake("unmasked tail block",
+        "Scale either q or the scores. In the backward pass each of dQ and dK gets 1/√d once.",
+    ),
+    "scale_missing": Mistake(
+        "missing 1/√d in the scores",
+        "scores are q kᵀ without the scale",
+        "s = q kᵀ / √d.",
+    ),
+    "dimension": Mistake(
+        "softmax over the wrong dimension",
+        "the weights of a query do not add up to 1; those of a key do, or those of a batch",
+        "Each query has its own softmax, over the keys: the last dimension of the scores.",
+    ),
+    "tail": Mistake(
+        "unmasked tail block",
         "the last block reaches beyond the last key, and what lies there is counted",
         "Where the number of keys is no multiple of the tile, set scores of columns ≥ keys to "
         "−inf; loading zeros there is not enough, since exp(0) is 1."),
 }  # fmt: skip
 
 Size = tuple[int, int, int, bool]  # rows, keys, d, causal
+Suspects = Callable[[Setting], Iterable[Suspect]]
 SIZES: tuple[Size, ...] = (
-    (32, 32, 32, False), (37, 37, 40, False), (32, 32, 32, True), (37, 37, 40, True),
-    (21, 37, 40, True), (37, 21, 40, False), (37, 21, 40, True),
-)  # fmt: skip
+    (32, 32, 32, False),
+    (37, 37, 40, False),
+    (32, 32, 32, True),
+    (37, 37, 40, True),
+    (21, 37, 40, True),
+    (37, 21, 40, False),
+    (37, 21, 40, True),
+)
+LONG: tuple[Size, ...] = ((150, 170, 16, False), (150, 170, 16, True))  # beyond any tile
 LARGE: Size = (37, 37, 64, False)  # scores beyond ±88: exp overflows
+HUGE: Size = (37, 37, 48, True)  # the score of one key is 300, also where it is hidden
+_HUGE_KEY = 20
 
 
 # Results of a setting, rightly or wrongly.
@@ -108,8 +127,9 @@ def forward_suspects(setting: Setting) -> Iterator[Suspect]:
     for other_lse in (m, lse - m, (lse - m).exp(), lse.exp()):
         yield "lse_part", {"lse": other_lse}
     yield "unnormalised", {"out": right["out"] * (lse - m).exp()[..., None]}
+    yield from _late_masks(setting, counts, right)
     for mistake, result in wrong_sums(scores, v, setting.key_tiles):
-        if setting.sinks is not None:
+        if setting.sinks is not None and "lse" in result:
             out, both = with_sink(result["out"], result["lse"], setting.sinks[:, None])
             result = {"out": out, "lse": both}
         yield mistake, result
@@ -135,6 +155,26 @@ def _tails(setting: Setting, counts: Tensor, right: dict[str, Tensor]) -> Iterat
             yield "tail", wrong
 
 
+def _late_masks(setting: Setting, counts: Tensor, right: dict[str, Tensor]) -> Iterator[Suspect]:
+    """A hidden score is the maximum, and all visible weights underflow: 0, or not a number."""
+    top = scores_of(setting, counts).amax(-1, keepdim=True)
+    above = scores_of(setting, torch.ones_like(counts)) - top > 120
+    if not setting.causal or not above.any():
+        return
+    for tile in setting.all_tiles:
+        visited = seen(setting, "whole_tiles", tile)
+        lost = (above & (visited > counts)).any(-1)
+        if lost.any():
+            for out, lse in ((0.0, -INF), (INF, INF), (0.0, INF)):
+                yield (
+                    "mask_late",
+                    {
+                        "out": right["out"].masked_fill(lost[..., None], out),
+                        "lse": right["lse"].masked_fill(lost, lse),
+                    },
+                )
+
+
 # Cases.
 
 
@@ -146,6 +186,8 @@ def plain_inputs(
     q, k, v = (random(*shape, seed=i) for i, shape in enumerate(shapes))
     if large:  # whole numbers, so that TF32 is exact
         q, k = (16 * q).round(), (5 * k).round()
+    if (rows, keys, d, causal) == HUGE:
+        q[..., 0], k[:, _HUGE_KEY], k[:, _HUGE_KEY, 0] = 4.0, 0.0, 75 * d**0.5
     return [q, k, v], PLAIN.setting(q, k, v, causal=causal)
 
 
@@ -165,14 +207,16 @@ def truth_of(form: Form, setting: Setting) -> dict[str, Tensor]:
 def judge_forward(
     form: Form,
     setting: Setting,
-    suspects: Callable[[Setting], Iterable[Suspect]] = forward_suspects,
+    suspects: Suspects = forward_suspects,
     tolerance: float = 1e-4,
     names: Sequence[str] = ("out", "lse"),
+    lost: str = "",
 ) -> Compare:
     """Compare what a forward pass returns with the definition, and with suspects."""
     truth = truth_of(form, setting)
     truth = {name: truth[name] for name in names}
-    return Compare(truth, form, setting, partial(suspects, setting), tolerance, setting.masked)
+    wrong = partial(suspects, setting)
+    return Compare(truth, form, setting, wrong, tolerance, setting.masked, lost)
 
 
 def forward_cases(
@@ -182,6 +226,7 @@ def forward_cases(
     tiles: Iterable[tuple[int, int]] | None = None,
     tolerance: float = 1e-4,
     causal_argument: bool = True,
+    suspects: Suspects = forward_suspects,
 ) -> Cases:
     """Forward passes of (batch, rows, d), with each of the tiles if the learner takes them."""
     sizes = tuple(sizes)
@@ -190,23 +235,54 @@ def forward_cases(
             large = size == LARGE
             tensors, setting = plain_inputs(*size, large=large)
             more = ["large scores"] if large else []
+            more += [f"a score of 300 at key {_HUGE_KEY}"] if size == HUGE else []
             given: list[Any] = [*tensors, *([setting.causal] if causal_argument else [])]
             if tile is not None:
                 setting = replace(setting, tiles=(tile,))
                 more.append(f"tiles {tile[0]} × {tile[1]}")
                 given += tile
-            limit = max(tolerance, 1e-3 if large else 0.0)
-            judge = judge_forward(PLAIN, setting, tolerance=limit)
+            limit = max(tolerance, 1e-3 if large or size == HUGE else 0.0)
+            lost = "outside" if learner.has_kernels else ""
+            judge = judge_forward(PLAIN, setting, suspects, limit, lost=lost)
             yield learner.case(name, setting.describe(*more), judge, *given)
+
+
+def _wrong_standard(setting: Setting) -> Iterator[Suspect]:
+    yield from forward_suspects(setting)
+    scores = scores_of(setting, seen(setting))
+    for dim in (2, 0):
+        yield "dimension", {"out": scores.softmax(dim).nan_to_num() @ setting.v}
 
 
 def standard_attention(learner: Learner) -> Cases:
     """Step 3: the output, and what is kept for the backward pass."""
     for size in SIZES:
         tensors, setting = plain_inputs(*size)
+        compare = judge_forward(PLAIN, setting, _wrong_standard, names=["out"])
         p = scores_of(setting, seen(setting)).softmax(-1)[:, 0].nan_to_num()
-        needed = dict(zip(("q", "k", "v", "p"), [*tensors, p]))
-        judge = partial(_judge_kept, judge_forward(PLAIN, setting, names=["out"]), needed)
+        needed = dict(zip("qkvp", [*tensors, p]))
+
+        def judge(
+            found: Any, compare: Compare = compare, needed: dict[str, Tensor] = needed
+        ) -> Judgement:
+            if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
+                return Judgement(["expected (out, saved), with saved a dict of tensors"])
+            out, saved = found
+            judgement = compare(out)
+            if judgement.lines:
+                return judgement
+            lines = []
+            for name, true in needed.items():
+                word, shape = words.get(name, name), tuple(true.shape)
+                if name not in saved:
+                    lines.append(f"saved lacks {word}, {shape}")
+                elif not _near(saved[name], true, 1e-4):
+                    lines.append(f"saved['{name}'] is not {word}, {shape}")
+            more = [name for name in saved if name not in needed]
+            if more:
+                lines.append(f"saved holds more than backward needs: {', '.join(map(str, more))}")
+            return Judgement(lines)
+
         yield learner.case("standard_attention", setting.describe(), judge, *tensors, size[3])
 
 
@@ -228,16 +304,35 @@ def _judge_kept(compare: Compare, needed: dict[str, Tensor], found: Any) -> Judg
 def tiled_attention(learner: Learner) -> Cases:
     """Step 5: tiles of several sizes; then the same as an autograd function."""
     tiles = ((16, 16), (8, 32), (37, 5))
-    yield from forward_cases(learner, "tiled_forward", (*SIZES, LARGE), tiles)
+    for sizes in ((*SIZES, LARGE), (HUGE,)):
+        yield from forward_cases(learner, "tiled_forward", sizes, tiles)
     function = learner.get("TiledAttention")
     for size in (SIZES[1], SIZES[3]):
         tensors, setting = plain_inputs(*size)
+        compare = judge_forward(PLAIN, setting, names=["out"])
+        of_lse = judge_forward(PLAIN, setting, names=["lse"])
 
         def call(tensors: Sequence[Tensor] = tensors, causal: bool = size[3]) -> Any:
             return function.apply(*(learner.put(x).requires_grad_() for x in tensors), causal)
 
-        compare, lse = judge_forward(PLAIN, setting, names=["out"]), truth_of(PLAIN, setting)["lse"]
-        judge = partial(_judge_lse_kept, compare, lse)
+        def judge(found: Any, compare: Compare = compare, of_lse: Compare = of_lse) -> Judgement:
+            judgement = compare(found)
+            if judgement.lines:
+                return judgement
+            saved = getattr(found.grad_fn, "saved_tensors", ())
+            shape = of_lse.truth["lse"].shape
+            alike = [x for x in saved if isinstance(x, Tensor) and x.shape == shape]
+            if len(alike) != 1:
+                judgement.lines.append("save the lse, (batch, rows), for the backward pass, once")
+                return judgement
+            judgement = of_lse(alike[0])
+            judgement.lines = (
+                [f"what is saved as {judgement.lines[0]}", *judgement.lines[1:]]
+                if judgement.lines
+                else []
+            )
+            return judgement
+
         yield CheckCase("TiledAttention", setting.describe(), call, judge)
 
 

@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..device import device
 from .compare import Judgement
+from .memory import guarded, watched
 
 
 class InputChanged(RuntimeError):
@@ -55,10 +57,16 @@ class Learner:
         return getattr(self.module, name, None)
 
     def put(self, x: Any) -> Any:
-        """A copy on the device; of lists, a list of copies."""
+        """A copy on the device, for kernels between guards; of lists, a list of copies."""
         if isinstance(x, list):
             return [self.put(each) for each in x]
+        if self.has_kernels and isinstance(x, Tensor) and x.is_floating_point():
+            return guarded(x, self.device)[0]
         return x.to(self.device, copy=True) if isinstance(x, Tensor) else x
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Look for stores beyond what is allocated inside; see `memory`."""
+        return watched() if self.has_kernels else nullcontext()
 
     def case(
         self, name: str, label: str, judge: Callable[[Any], Judgement], *arguments: Any
@@ -68,10 +76,12 @@ class Learner:
 
         def call() -> Any:
             copies = [self.put(each) for each in arguments]
-            result = function(*copies)
+            with self.watched():
+                result = function(*copies)
             for number, (before, after) in enumerate(zip(arguments, copies), 1):
                 if not all(
-                    torch.equal(x, y.cpu()) for x, y in zip(*map(_tensors, (before, after)))
+                    torch.allclose(x, y.cpu(), 0, 0, equal_nan=True)
+                    for x, y in zip(*map(_tensors, (before, after)))
                 ):
                     raise InputChanged(f"{name} changes its argument {number} in place")
             return result
@@ -97,6 +107,7 @@ def load(path: Path) -> ModuleType:
 
 def in_file(error: BaseException, path: Path) -> str:
     """What went wrong, with the line of the learner's file."""
+    error = _in_kernel(error, path)
     name, words = type(error).__name__, " ".join(str(error).split()) or "no message"
     said = f"{name}: {words}"
     if isinstance(error, SyntaxError):
@@ -104,13 +115,28 @@ def in_file(error: BaseException, path: Path) -> str:
     line, why = _compiler_says(error)
     if line:
         return f"{name}: {why} (in the kernel: {line})"
-    for inner in _causes(error):  # Triton's interpreter wraps what happens in a kernel
-        frames = traceback.extract_tb(inner.__traceback__)
-        own = [frame.lineno for frame in frames if frame.filename == str(path)]
-        if own and own[-1] is not None:
+    for inner in _causes(error):
+        own = _own_lines(inner, path)
+        if own:
             line = linecache.getline(str(path), own[-1]).strip()
             return f"{said} (line {own[-1]}: {line})"
     return said
+
+
+def _own_lines(error: BaseException, path: Path) -> list[int]:
+    """Lines of the learner's file on the way to an error, the deepest last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame.lineno for frame in frames if frame.filename == str(path) and frame.lineno]
+
+
+def _in_kernel(error: BaseException, path: Path) -> BaseException:
+    """What happened in a kernel; Triton's interpreter wraps it, once for each function."""
+    inner = error
+    while type(inner).__name__ == "InterpreterError" and inner.__cause__ is not None:
+        inner = inner.__cause__
+        if _own_lines(inner, path):
+            error = inner
+    return error
 
 
 def hole_in(error: BaseException) -> str | None:

@@ -21,10 +21,36 @@ MISTAKES = {
         "Apply the mask before the softmax."),
     "mask_after": Mistake("mask after the softmax",
         "hidden keys have weight 0, and are still in the sum of the softmax",
-        "Set hidden scores to −inf before the softmax: then the other weights add up to 1."),
-    "upside_down": Mistake("mask upside down", "queries see later keys, and not the earlier ones",
-        "Causal: key position ≤ query position. Look at which index is the row's."),
-    "offset": Mistake("causal offset",
+        "Set hidden scores to −inf before the softmax: then the other weights add up to 1.",
+    ),
+    "mask_late": Mistake(
+        "mask after the maximum",
+        "a hidden score is taken for the maximum, so that visible weights underflow",
+        "Set hidden scores to −inf before the maximum of the row.",
+    ),
+    "visited": Mistake(
+        "hidden blocks are visited",
+        "blocks of which no query sees any key are computed",
+        "Visit block (i, j) only if its first key is visible to the last row of the tile.",
+    ),
+    "clipped": Mistake(
+        "a short block taken for a whole one",
+        "the last row or key of a block at the end lies beyond the sequence",
+        "The last key of block j is min((j + 1) · block_k, keys) − 1; of rows likewise.",
+    ),
+    "local": Mistake(
+        "positions local to the tile",
+        "the mask compares indices within the tile, not positions in the sequence",
+        "The rows of tile i begin at i · block_q, the keys of tile j at j · block_k: add where the "
+        "tile begins.",
+    ),
+    "upside_down": Mistake(
+        "mask upside down",
+        "queries see later keys, and not the earlier ones",
+        "Causal: key position ≤ query position. Look at which index is the row's.",
+    ),
+    "offset": Mistake(
+        "causal offset",
         "queries and keys differ in number, and the mask starts at the first key",
         "Both sequences end together: query i has position i + keys − queries."),
     "window": Mistake("window off by one", "the window is one key too wide or too narrow",
@@ -61,6 +87,11 @@ def seen(setting: Setting, kind: str = "", tile: tuple[int, int] = (1, 1)) -> Te
         borders = torch.tensor(setting.documents[1:-1]) + shift
         mine = torch.bucketize(torch.arange(rows), borders, right=True)
         found &= mine[:, None] == mine[None, :]
+    if kind.startswith("local"):
+        row, key = torch.arange(rows)[:, None], torch.arange(keys)[None, :]
+        row = row % tile[0] if kind != "local keys" else row
+        key = key % tile[1] if kind != "local rows" else key
+        found = key <= row + offset
     if kind in ("whole_tiles", "full_tiles"):
         found = _by_tile(found, tile, kind == "whole_tiles")
     return found.double()
@@ -93,9 +124,21 @@ def wrong_masks(setting: Setting) -> Iterator[tuple[str, Tensor]]:
         kinds += [("window", "right+"), ("window", "right-")]
     if setting.window != (-1, -1):
         kinds.append(("no_mask", "no_window"))
+    whole = []
     for mistake, kind in kinds:
-        yield mistake, seen(setting, kind)
-    if bounded:
-        for tile in setting.all_tiles:
-            yield "edge", seen(setting, "whole_tiles", tile)
-            yield "skipped", seen(setting, "full_tiles", tile)
+        mask = seen(setting, kind)
+        whole += [mask] if mistake == "no_mask" else []
+        yield mistake, mask
+    if not bounded:
+        return
+    for tile in setting.all_tiles:
+        visited = seen(setting, "whole_tiles", tile)
+        if not any(torch.equal(visited, mask) for mask in whole):
+            yield "edge", visited
+        yield "skipped", seen(setting, "full_tiles", tile)
+        if setting.causal:
+            for kind in ("local", "local keys", "local rows"):
+                mask = seen(setting, kind, tile)
+                for wrong in (mask, mask * visited):
+                    if not torch.equal(wrong, seen(setting)):
+                        yield "local", wrong

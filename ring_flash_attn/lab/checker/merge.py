@@ -13,12 +13,23 @@ from .learner import Cases, Learner
 from .setting import INF, LN2, PLAIN, Mistake, Suspect, random
 
 MISTAKES = {
-    "lse_max": Mistake("lse merged by max", "the larger lse stands for both",
-        "lse = log(exp(lse1) + exp(lse2)): the maximum is only the reference inside."),
-    "weights": Mistake("wrong weights in the merge",
+    "lse_max": Mistake(
+        "lse merged by max",
+        "the larger lse stands for both",
+        "lse = log(exp(lse1) + exp(lse2)): the maximum is only the reference inside.",
+    ),
+    "carried": Mistake(
+        "lse not carried",
+        "the merged output goes with the lse of one part",
+        "The merge changes both: out and lse. The next merge needs the lse of all parts so far.",
+    ),
+    "weights": Mistake(
+        "wrong weights in the merge",
         "the two outputs are not weighted by their part of the sum",
         "Output i has the weight exp(lse_i − lse), with the merged lse."),
 }  # fmt: skip
+
+_LARGEST = 88.7  # beyond it exp is inf in fp32
 
 
 def wrong_merges(
@@ -44,6 +55,12 @@ def wrong_merges(
     total = (lse1 + lse2)[..., None]
     yield "weights", (lse1[..., None] * out1 + lse2[..., None] * out2) / total, lse
     yield "weights", weigh(lse), lse1 + lse2
+    yield "carried", weigh(lse), lse1
+    yield "carried", weigh(lse), lse2
+    overflow = (lse1 > _LARGEST) | (lse2 > _LARGEST)
+    if overflow.any():
+        lost = weigh(lse).masked_fill(overflow[..., None], INF)
+        yield "no_maximum", lost, lse.masked_fill(overflow, INF)
 
 
 def _suspects(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> Iterator[Suspect]:

@@ -15,7 +15,7 @@ from .forward import forward, forward_suspects, judge_forward
 from .learner import Cases, CheckCase, Learner
 from .masks import seen, wrong_masks
 from .merge import wrong_merges
-from .setting import FLAT, Mistake, Setting, Suspect, random
+from .setting import FLAT, INF, Mistake, Setting, Suspect, random
 
 MISTAKES = {
     "source": Mistake("wrong source rank", "keys are taken for those of another rank",
@@ -118,6 +118,8 @@ def _merged_wrongly(setting: Setting, rank: int) -> list[tuple[str, Tensor, Tens
     found = [("", *first)] * len(list(wrong_merges(*first, *first)))
     for part in others:
         found = [list(wrong_merges(out, lse, *part))[i] for i, (_, out, lse) in enumerate(found)]
+    last = (first, *others)[-1][0]  # the lse stays −inf: each part replaces what was before
+    found.append(("carried", last, torch.full_like(last[..., 0], -INF)))
     return found
 
 

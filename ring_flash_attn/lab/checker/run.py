@@ -24,12 +24,14 @@ from . import (
     forward,
     kernels,
     masks,
+    memory,
     merge,
     ring,
     softmax,
     zigzag,
 )
 from .learner import Cases, InputChanged, Learner, hole_in, in_file
+from .memory import WroteOutside
 
 CASES: dict[int, Callable[[Learner], Cases]] = {
     1: kernels.weighted_sum,
@@ -50,7 +52,7 @@ CASES: dict[int, Callable[[Learner], Cases]] = {
 }
 
 # Of mistakes that cannot be told apart, the first is named: the most usual one.
-_SUBJECTS = (softmax, forward, masks, features, backward, merge, ring, kernels, zigzag)
+_SUBJECTS = (softmax, forward, masks, features, backward, merge, ring, memory, kernels, zigzag)
 MISTAKES = {key: each for subject in _SUBJECTS for key, each in subject.MISTAKES.items()}
 
 _MOST = 2  # mistakes that are named
@@ -101,9 +103,10 @@ def run_cases(number: int, path: Path, tell: Callable[[str], None]) -> Report:
         except Exception as error:
             tally.hole = hole_in(error)
             if tally.hole is None:
-                plain = isinstance(error, (Stuck, InputChanged))
+                plain = isinstance(error, (Stuck, InputChanged, WroteOutside))
                 said = str(error) if plain else in_file(error, path)
                 tally.wrong.append((case.label, [said]))
+                votes.append(Counter(outside=2) if isinstance(error, WroteOutside) else Counter())
             continue
         if judgement.lines:
             tally.wrong.append((case.label, judgement.lines))

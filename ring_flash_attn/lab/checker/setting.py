@@ -13,7 +13,7 @@ from torch import Tensor
 
 INF = float("inf")
 LN2 = math.log(2.0)
-TILES = (8, 16, 32, 64, 128)
+TILES = (8, 16, 24, 32, 40, 48, 64, 96, 128)
 
 # The key of a mistake, and results after it. NaN stands for "anything": rows that it leaves open.
 Suspect = tuple[str, dict[str, Tensor]]
@@ -79,7 +79,8 @@ class Setting:
     @property
     def all_tiles(self) -> tuple[tuple[int, int], ...]:
         """Tiles that the learner may have."""
-        return self.tiles or tuple(product(TILES[:4], TILES[:4]))
+        sizes = (8, 16, 32, 64, 128)
+        return self.tiles or tuple((a, b) for a in sizes for b in sizes)
 
     def describe(self, *more: str) -> str:
         """The call in words."""

@@ -15,9 +15,17 @@ from .setting import FLAT, INF, LN2, Mistake, Suspect, random
 MISTAKES = {
     "rescale": Mistake("forgot to rescale",
         "what was summed before the maximum moved keeps its old reference",
-        "When the maximum goes from m to m', every exp(x − m) summed so far must become exp(x − "
-        "m'): multiply the accumulator and the sum by the same factor."),
-    "maximum": Mistake("maximum not carried",
+        "When the maximum goes from m to m', every exp(x − m) summed so far must become "
+        "exp(x − m'): multiply the accumulator and the sum by the same factor.",
+    ),
+    "inverted": Mistake(
+        "correction inverted",
+        "the factor is exp(new − old), not exp(old − new)",
+        "The factor makes exp(x − m') of exp(x − m): exp(m − m'), at most 1. At first m is −inf "
+        "and the factor 0; the other way round it is infinite.",
+    ),
+    "maximum": Mistake(
+        "maximum not carried",
         "each block is taken relative to its own maximum, not to the largest so far",
         "The running maximum is max(old, this block's). Keep it for the next block, and rescale "
         "by the old one."),
@@ -32,8 +40,15 @@ MISTAKES = {
 }  # fmt: skip
 
 _SWITCHES = {
-    **dict.fromkeys(("keep_acc", "keep_sum", "keep_both", "inverse_alpha"), "rescale"),
-    **dict.fromkeys(("own", "own_unscaled", "not_stored", "block_alpha"), "maximum"),
+    "keep_acc": "rescale",
+    "keep_sum": "rescale",
+    "keep_both": "rescale",
+    "inverse_alpha": "inverted",
+    "inverse_lost": "inverted",
+    "own": "maximum",
+    "own_unscaled": "maximum",
+    "not_stored": "maximum",
+    "block_alpha": "maximum",
     "no_maximum": "no_maximum",
 }
 
@@ -52,9 +67,13 @@ def online(
         last = wrong.get(switch, torch.maximum(m, top))
         safe = last.masked_fill(last == -INF, 0.0)
         p = (s - safe[..., None]).exp()
-        inverse = torch.where(m == -INF, 0.0, (safe - m).exp())
-        wrong = {"block_alpha": (top - safe).exp(), "inverse_alpha": inverse}
-        alpha = wrong.get(switch, (m - safe).exp())
+        alpha = (m - safe).exp()
+        if switch == "block_alpha":
+            alpha = (top - safe).exp()
+        if switch == "inverse_alpha":
+            alpha = torch.where(m == -INF, 0.0, (safe - m).exp())
+        if switch == "inverse_lost":
+            alpha = (safe - m).exp()
         kept = torch.ones_like(alpha)
         of_sum = kept if switch in ("keep_sum", "keep_both", "own_unscaled") else alpha
         of_acc = kept if switch in ("keep_acc", "keep_both", "own_unscaled") else alpha
@@ -70,12 +89,17 @@ def wrong_sums(scores: Tensor, values: Tensor, tiles: tuple[int, ...]) -> Iterat
     """Online softmax with each of its mistakes; those that show where exp overflows, in fp32."""
     for tile in tiles:
         for switch, mistake in _SWITCHES.items():
-            dtype = torch.float32 if switch in ("own", "no_maximum") else torch.float64
+            dtype = (
+                torch.float32 if switch in ("own", "no_maximum", "inverse_lost") else torch.float64
+            )
             out, lse, m, total = online(scores.to(dtype), values.to(dtype), tile, switch)
             lost = ~out.isfinite().all(-1) | ~total.isfinite()  # not numbers: +inf
             out = out.double().masked_fill(lost[..., None], INF)
             lse, total = (x.double().masked_fill(lost, INF) for x in (lse, total))
-            yield mistake, {"out": out, "lse": lse, "m": m.double(), "total": total}
+            if switch == "inverse_lost":  # all of it is lost; −inf would agree with such an lse
+                yield mistake, {"out": out, "total": total}
+            else:
+                yield mistake, {"out": out, "lse": lse, "m": m.double(), "total": total}
 
 
 def _suspects(scores: Tensor, values: Tensor, width: int) -> Iterator[Suspect]:

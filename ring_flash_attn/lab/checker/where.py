@@ -14,6 +14,8 @@ from torch import Tensor
 from .masks import seen
 from .setting import Setting, expand, scores_of
 
+_NOTHING = 2e-5  # a weight that is 0, up to rounding
+
 
 def spans(which: Tensor) -> str:
     """Indices as 0–3, 7."""
@@ -40,9 +42,18 @@ def by_pair(setting: Setting, name: str, x: Tensor) -> Tensor | None:
     return x @ torch.linalg.pinv(expand(other, setting.group))
 
 
-def tiles_in_words(setting: Setting, name: str, found: Tensor, true: Tensor) -> Iterator[str]:
-    """Which tiles of rows × keys are wrong, and which pair shows it best."""
+def tiles_in_words(
+    setting: Setting, name: str, found: Tensor, true: Tensor, limit: float
+) -> Iterator[str]:
+    """Which tiles of rows × keys are wrong, and which pair shows it best; NaN first."""
     lost = ~found.isfinite()
+    if lost.any():
+        rows = lost.any(-1).any(0).any(0)
+        what = "keys" if name in ("dk", "dv") else "rows"
+        yield f"NaN or inf in {what} {spans(rows)}"
+        found = found.masked_fill(lost, 0.0)
+        if not ((found - true).masked_fill(lost, 0.0).abs() > limit).any():
+            return
     error = by_pair(setting, name, (found - true).masked_fill(lost, 0.0))
     if error is None or not error.any():
         return
@@ -68,7 +79,7 @@ def tiles_in_words(setting: Setting, name: str, found: Tensor, true: Tensor) -> 
         where += f": rank {rank}, ring step {(rank - source) % ranks} (keys of rank {source})"
     count = f"{len(wrong)} of {len(worst)} tiles" if len(worst) > 1 else "the tile"
     yield f"{count}; the worst: {where}: {what} is off by up to {worst[i, j]:.3g}"
-    if name == "out":
+    if name == "out" and not lost.any():
         yield from _pairs(setting, error)
 
 
@@ -80,10 +91,15 @@ def _pairs(setting: Setting, error: Tensor) -> Iterator[str]:
     if extra.max() > 0.02:
         b, h, i, j = _place(extra)
         yield f"query {i} sees key {j}, which is hidden from it (weight {extra[b, h, i, j]:.2g})"
-    unseen = true * ((true + error).abs() < 0.02 * true)
-    if unseen.max() > 0.02:
-        b, h, i, j = _place(unseen)
-        yield f"query {i} does not see key {j}, which has the weight {true[b, h, i, j]:.2g}"
+    weight = true + error
+    little = (true - weight) * ((weight < 0.5 * true) & (counts > 0))
+    if little.max() > 0.02:
+        b, h, i, j = _place(little)
+        has = f"the weight {true[b, h, i, j]:.2g}"
+        if weight[b, h, i, j].abs() < _NOTHING:
+            yield f"query {i} does not see key {j}, which has {has}"
+        else:
+            yield f"query {i} sees too little of key {j}: {weight[b, h, i, j]:.2g}, not {has}"
 
 
 def _place(x: Tensor) -> list[int]:
