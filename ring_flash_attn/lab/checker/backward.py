@@ -36,11 +36,16 @@ MISTAKES = {
         "dQ summed twice",
         "some or all key blocks are in dQ more than once",
         "Each pair of tiles adds to dQ once. Look for a sum that is added to itself, or for two "
-        "kernels that both add."),
-    "overwritten": Mistake("overwritten, not summed",
+        "kernels that both add.",
+    ),
+    "overwritten": Mistake(
+        "overwritten, not summed",
         "a gradient holds the share of one block only",
-        "Add up over the blocks of the other sequence: +=, not =."),
-    "unrounded": Mistake("D from unrounded O", "D is not made from the output that was handed in",
+        "Add up over the blocks of the other sequence: +=, not =.",
+    ),
+    "unrounded": Mistake(
+        "D from unrounded O",
+        "D is not made from the output that was handed in",
         "D = rowsum(dO ∘ O) with the stored, rounded O: that is the output which dO belongs to. "
         "Do not compute O again.",
     ),
@@ -186,23 +191,34 @@ def _untransposed(setting: Setting, counts: Tensor) -> Iterator[Suspect]:
 
 
 def _wrong_order(setting: Setting, counts: Tensor) -> Iterator[Suspect]:
-    """dQ that adds a sum to itself; gradients of one tile alone, the last or the first."""
-    for tile in (n for n in setting.key_tiles if n < setting.keys):
-        block = torch.arange(setting.keys) // tile
-        parts = [gradients(setting, counts * (block == i))["dq"] for i in range(block[-1] + 1)]
-        whole, doubled = torch.stack(parts), torch.zeros_like(parts[0])
+    """dQ that adds a sum to itself; gradients of the last tile alone."""
+    for tile in setting.key_tiles:
+        starts = range(0, setting.keys, tile)
+        if len(starts) < 2:
+            continue
+        parts = []
+        for start in starts:
+            part = torch.zeros_like(counts)
+            part[:, start : start + tile] = counts[:, start : start + tile]
+            parts.append(gradients(setting, part)["dq"])
+        whole = torch.stack(parts)
+        doubled = torch.zeros_like(whole[0])
         for part in parts:
             doubled = 2 * doubled + part
-        total = whole.sum(0)
-        for wrong in (doubled, whole.cumsum(0).sum(0), total + whole[-1], total + whole[0]):
-            yield "dq_twice", {"dq": wrong}
-        for wrong in (whole[-1], whole[0]):
-            yield "overwritten", {"dq": wrong}
-    for tile in dict.fromkeys(rows for rows, _ in setting.all_tiles if rows < setting.rows):
-        block = torch.arange(setting.rows)[:, None] // tile
-        for only in (block[-1], block[0]):
-            found = gradients(setting, counts * (block == only))
-            yield "overwritten", {"dk": found["dk"], "dv": found["dv"]}
+        yield "dq_twice", {"dq": doubled}
+        yield "dq_twice", {"dq": whole.cumsum(0).sum(0)}
+        yield "dq_twice", {"dq": whole.sum(0) + whole[-1]}
+        yield "dq_twice", {"dq": whole.sum(0) + whole[0]}
+        yield "overwritten", {"dq": whole[-1]}
+        yield "overwritten", {"dq": whole[0]}
+    for tile in dict.fromkeys(rows for rows, _ in setting.all_tiles):
+        start = (setting.rows - 1) // tile * tile
+        if start:
+            for rows in (slice(start, None), slice(0, tile)):
+                part = torch.zeros_like(counts)
+                part[rows] = counts[rows]
+                wrong = gradients(setting, part)
+                yield "overwritten", {"dk": wrong["dk"], "dv": wrong["dv"]}
 
 
 def judge_backward(

@@ -95,14 +95,16 @@ class Compare:
         largest = true[true.isfinite()].abs().max().item() if true.isfinite().any() else 0.0
         count = f"{name}: {int(wrong.sum())} of {wrong.numel()} numbers are wrong"
         lost = int(numbers.isnan().sum())
-        off = (found - true)[wrong].abs()
-        kept = off[off.isfinite()]
         if lost:
-            others = f", others by up to {kept.max():.3g}" if kept.numel() else ""
-            count += f", {lost} of them NaN{others}"
+            kept = (found - true)[wrong].abs()
+            kept = kept[kept.isfinite()]
+            count += f", {lost} of them NaN"
+            if kept.numel():
+                count += f", others by up to {kept.max():.3g}"
         elif not numbers.isfinite().all():
             count += ", by inf"
         else:
+            off = (found - true)[wrong].abs()
             amount = "where −inf is right" if off.max() == INF else f"by up to {off.max():.3g}"
             count += f", {amount}"
         lines = [f"{count} (the largest true number: {largest:.3g})"]
@@ -162,8 +164,11 @@ class Compare:
         if lost or lse is None:
             return lost
         empty = self.form.ours("lse", lse == -INF)
-        rows = (self.form.ours(name, mask) for name, mask in masks.items())
-        return not any(((x.any(-1) if x.dim() == 4 else x) & ~empty).any() for x in rows)
+        inside = []
+        for name, mask in masks.items():
+            rows = self.form.ours(name, mask)
+            inside.append(not ((rows.any(-1) if rows.dim() == 4 else rows) & ~empty).any())
+        return all(inside)
 
     def _agrees(self, name: str, found: Tensor, suspect: Tensor, wrong: Tensor) -> bool:
         """Much nearer to the suspect than to the truth; what the suspect leaves open, agrees."""

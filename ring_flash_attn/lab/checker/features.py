@@ -15,27 +15,39 @@ from .setting import HEADS, PACKED, Mistake, Setting, Suspect, expand, random, s
 from .softmax import online
 
 MISTAKES = {
-    "sinks": Mistake("the sink is not counted right",
+    "sinks": Mistake(
+        "the sink is not counted right",
         "the softmax without the sink, or with it in another place",
         "A sink is one more score for each row, once, unscaled, without a value: in the sum and "
-        "in the lse."),
-    "group": Mistake("dK not summed over the GQA group",
+        "in the lse.",
+    ),
+    "group": Mistake(
+        "dK not summed over the GQA group",
         "dK and dV have the share of some query heads only",
-        "All query heads of a group read the same KV head, so its gradient is the sum of "
-        "theirs."),
-    "head": Mistake("wrong KV head", "query heads use the keys of another group",
-        "Query head h uses KV head h // (heads / heads_k)."),
-}  # fmt: skip
+        "All query heads of a group read the same KV head, so its gradient is the sum of theirs.",
+    ),
+    "head": Mistake(
+        "wrong KV head",
+        "query heads use the keys of another group",
+        "Query head h uses KV head h // (heads / heads_k).",
+    ),
+}
 
 _FEATURES: tuple[tuple[int, int, bool, tuple[int, int], bool], ...] = (
     # rows, keys, causal, window, sinks
-    (32, 32, False, (-1, -1), False), (29, 29, False, (-1, -1), False),
-    (29, 29, True, (-1, -1), False), (21, 37, True, (-1, -1), False),
-    (29, 29, True, (5, 0), False), (37, 37, True, (18, 0), False),
-    (29, 29, False, (4, 3), False), (21, 37, False, (6, 2), False),
-    (37, 21, True, (9, 0), False), (29, 29, True, (-1, -1), True),
-    (29, 29, True, (7, 0), True), (37, 21, True, (-1, -1), True),
-)  # fmt: skip
+    (32, 32, False, (-1, -1), False),
+    (29, 29, False, (-1, -1), False),
+    (29, 29, True, (-1, -1), False),
+    (21, 37, True, (-1, -1), False),
+    (29, 29, True, (5, 0), False),
+    (37, 37, True, (18, 0), False),
+    (29, 29, False, (4, 3), False),
+    (21, 37, False, (6, 2), False),
+    (37, 21, True, (9, 0), False),
+    (29, 29, True, (-1, -1), True),
+    (29, 29, True, (7, 0), True),
+    (37, 21, True, (-1, -1), True),
+)
 
 
 def grouped_attention(learner: Learner) -> Cases:

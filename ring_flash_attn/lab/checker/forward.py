@@ -33,9 +33,13 @@ from .setting import (
 from .softmax import online, wrong_sums
 
 MISTAKES = {
-    "lse_part": Mistake("half of the lse", "lse is the maximum or the logarithm of the sum alone",
-        "lse = m + log Σ exp(s − m) has both parts."),
-    "scale_twice": Mistake("scale applied twice",
+    "lse_part": Mistake(
+        "half of the lse",
+        "lse is the maximum or the logarithm of the sum alone",
+        "lse = m + log Σ exp(s − m) has both parts.",
+    ),
+    "scale_twice": Mistake(
+        "scale applied twice",
         "scores or gradients have the factor 1/√d once too often",
         "Scale either q or the scores. In the backward pass each of dQ and dK gets 1/√d once.",
     ),
@@ -53,8 +57,9 @@ MISTAKES = {
         "unmasked tail block",
         "the last block reaches beyond the last key, and what lies there is counted",
         "Where the number of keys is no multiple of the tile, set scores of columns ≥ keys to "
-        "−inf; loading zeros there is not enough, since exp(0) is 1."),
-}  # fmt: skip
+        "−inf; loading zeros there is not enough, since exp(0) is 1.",
+    ),
+}
 
 Size = tuple[int, int, int, bool]  # rows, keys, d, causal
 Suspects = Callable[[Setting], Iterable[Suspect]]
@@ -256,6 +261,7 @@ def _wrong_standard(setting: Setting) -> Iterator[Suspect]:
 
 def standard_attention(learner: Learner) -> Cases:
     """Step 3: the output, and what is kept for the backward pass."""
+    words = {"p": "p, the probabilities"}
     for size in SIZES:
         tensors, setting = plain_inputs(*size)
         compare = judge_forward(PLAIN, setting, _wrong_standard, names=["out"])
@@ -286,19 +292,12 @@ def standard_attention(learner: Learner) -> Cases:
         yield learner.case("standard_attention", setting.describe(), judge, *tensors, size[3])
 
 
-def _judge_kept(compare: Compare, needed: dict[str, Tensor], found: Any) -> Judgement:
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
-        return Judgement(["expected (out, saved), with saved a dict of tensors"])
-    judgement, saved = compare(found[0]), found[1]
-    if not judgement.lines:
-        for name, true in needed.items():
-            if not _near(saved.get(name), true, 1e-4):
-                words = "p, the probabilities" if name == "p" else name
-                judgement.lines.append(f"saved lacks {words}, {tuple(true.shape)}")
-        more = ", ".join(str(name) for name in saved if name not in needed)
-        if more:
-            judgement.lines.append(f"saved holds more than backward needs: {more}")
-    return judgement
+def _near(x: Any, true: Tensor, tolerance: float) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and x.shape == true.shape
+        and torch.allclose(x.detach().double().cpu(), true.double(), 1e-3, tolerance)
+    )
 
 
 def tiled_attention(learner: Learner) -> Cases:
@@ -334,18 +333,3 @@ def tiled_attention(learner: Learner) -> Cases:
             return judgement
 
         yield CheckCase("TiledAttention", setting.describe(), call, judge)
-
-
-def _judge_lse_kept(compare: Compare, lse: Tensor, found: Any) -> Judgement:
-    judgement = compare(found)
-    if not judgement.lines:
-        saved = getattr(found.grad_fn, "saved_tensors", ())
-        if sum(_near(x, lse, 1e-3) for x in saved) != 1:
-            judgement.lines.append("save the lse, (batch, rows), for the backward pass, once")
-    return judgement
-
-
-def _near(x: Any, true: Tensor, tolerance: float) -> bool:
-    if not isinstance(x, Tensor) or x.shape != true.shape:
-        return False
-    return torch.allclose(x.detach().double().cpu(), true.double(), 1e-3, tolerance)

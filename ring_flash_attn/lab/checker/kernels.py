@@ -40,8 +40,9 @@ MISTAKES = {
     "strides": Mistake(
         "strides ignored",
         "a tensor that is not contiguous is read or written as if it were",
-        "Pass the strides to the kernel, or call .contiguous() before the launch."),
-}  # fmt: skip
+        "Pass the strides to the kernel, or call .contiguous() before the launch.",
+    ),
+}
 
 
 def weighted_sum(learner: Learner) -> Cases:
@@ -80,9 +81,8 @@ def _sum_case(learner: Learner, x: Tensor, more: str = "", expanded: bool = Fals
         yield "strides", {"the gradient of x": written}
 
     def sums(x: Tensor, g: Tensor) -> dict[str, Tensor]:
-        x, g, wide = x.double(), g.double(), w.double()
-        dx, dw = g[:, None] * wide, g @ x
-        return {"y": x @ wide, "the gradient of x": dx, "the gradient of weight": dw}
+        dx, dw = g[:, None] * wide_w, g @ x
+        return {"y": x @ wide_w, "the gradient of x": dx, "the gradient of weight": dw}
 
     wide_x, wide_w, wide_g = (each.double() for each in (x, w, g))
     truth = sums(wide_x, wide_g[:1].expand(rows) if expanded else wide_g)
@@ -95,7 +95,9 @@ def _matrix(x: Tensor) -> Tensor:
     return x[None, None] if x.dim() == 2 else x[None, None, :, None]
 
 
-_MATRICES = Form(same, same, _matrix, _matrix)  # as (1, 1, rows, columns) in words alone
+_MATRICES = Form(
+    same, same, _matrix, _matrix
+)  # vectors and matrices whose rows are nothing special
 
 
 def _tolerance(learner: Learner) -> float:

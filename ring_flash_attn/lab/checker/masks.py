@@ -11,15 +11,24 @@ from torch.nn import functional
 from .setting import INF, Mistake, Setting
 
 MISTAKES = {
-    "edge": Mistake("wrong mask at the edge", "the mask is off where visible and hidden keys meet",
+    "edge": Mistake(
+        "wrong mask at the edge",
+        "the mask is off where visible and hidden keys meet",
         "A query sees its own position and all before: key ≤ query. Blocks that the diagonal "
-        "crosses need the mask for each element."),
-    "skipped": Mistake("a visible block was skipped",
+        "crosses need the mask for each element.",
+    ),
+    "skipped": Mistake(
+        "a visible block was skipped",
         "the loop ends before a block that is visible in part",
-        "Visit a block if its first key is visible to the last row of the tile."),
-    "no_mask": Mistake("no mask", "queries see keys that are hidden from them",
-        "Apply the mask before the softmax."),
-    "mask_after": Mistake("mask after the softmax",
+        "Visit a block if its first key is visible to the last row of the tile.",
+    ),
+    "no_mask": Mistake(
+        "no mask",
+        "queries see keys that are hidden from them",
+        "Apply the mask before the softmax.",
+    ),
+    "mask_after": Mistake(
+        "mask after the softmax",
         "hidden keys have weight 0, and are still in the sum of the softmax",
         "Set hidden scores to −inf before the softmax: then the other weights add up to 1.",
     ),
@@ -52,18 +61,27 @@ MISTAKES = {
     "offset": Mistake(
         "causal offset",
         "queries and keys differ in number, and the mask starts at the first key",
-        "Both sequences end together: query i has position i + keys − queries."),
-    "window": Mistake("window off by one", "the window is one key too wide or too narrow",
+        "Both sequences end together: query i has position i + keys − queries.",
+    ),
+    "window": Mistake(
+        "window off by one",
+        "the window is one key too wide or too narrow",
         "(left, right) counts keys before and after the own position, which is visible as well: "
-        "−left ≤ key − query ≤ right."),
-    "inf_rows": Mistake("−inf rows",
+        "−left ≤ key − query ≤ right.",
+    ),
+    "inf_rows": Mistake(
+        "−inf rows",
         "a row that has seen no key (yet) became NaN, or something else than 0",
-        "While a row's maximum is −inf, −inf − (−inf) is NaN: subtract 0 there. A row that "
-        "never sees a key has output 0 and lse −inf."),
-    "documents": Mistake("documents that leak", "a query sees keys of another document",
+        "While a row's maximum is −inf, −inf − (−inf) is NaN: subtract 0 there. A row that never "
+        "sees a key has output 0 and lse −inf.",
+    ),
+    "documents": Mistake(
+        "documents that leak",
+        "a query sees keys of another document",
         "Two tokens may see each other only if cu_seqlens puts them into the same document; the "
-        "token at cu_seqlens[i] is the first of document i."),
-}  # fmt: skip
+        "token at cu_seqlens[i] is the first of document i.",
+    ),
+}
 
 
 def seen(setting: Setting, kind: str = "", tile: tuple[int, int] = (1, 1)) -> Tensor:

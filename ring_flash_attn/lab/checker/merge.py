@@ -26,8 +26,9 @@ MISTAKES = {
     "weights": Mistake(
         "wrong weights in the merge",
         "the two outputs are not weighted by their part of the sum",
-        "Output i has the weight exp(lse_i − lse), with the merged lse."),
-}  # fmt: skip
+        "Output i has the weight exp(lse_i − lse), with the merged lse.",
+    ),
+}
 
 _LARGEST = 88.7  # beyond it exp is inf in fp32
 
@@ -67,8 +68,10 @@ def _suspects(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> Iterato
     """Rows that one of them does not see are open."""
     open_rows, nothing = (lse1 == -INF) | (lse2 == -INF), float("nan")
     for mistake, out, lse in wrong_merges(out1, lse1, out2, lse2):
-        out = out.masked_fill(open_rows[..., None], nothing)
-        lse = lse.masked_fill(open_rows, nothing)
+        out, lse = (
+            out.masked_fill(open_rows[..., None], nothing),
+            lse.masked_fill(open_rows, nothing),
+        )
         yield mistake, {"out": PLAIN.ours("out", out), "lse": PLAIN.ours("lse", lse)}
 
 

@@ -18,19 +18,30 @@ from .merge import wrong_merges
 from .setting import FLAT, INF, Mistake, Setting, Suspect, random
 
 MISTAKES = {
-    "source": Mistake("wrong source rank", "keys are taken for those of another rank",
+    "source": Mistake(
+        "wrong source rank",
+        "keys are taken for those of another rank",
         "If everybody sends to rank + 1, then after t steps a rank holds the keys of rank − t "
-        "(mod world size), and passes on what it has received."),
-    "ring_mask": Mistake("wrong mask for a ring step",
+        "(mod world size), and passes on what it has received.",
+    ),
+    "ring_mask": Mistake(
+        "wrong mask for a ring step",
         "whole shards are masked, or hidden ones are seen",
         "Step 0 is causal within the shard; shards of lower ranks are seen whole, those of "
-        "higher ranks not at all."),
-    "missing_step": Mistake("a ring step is missing", "the keys of one rank never took part",
-        "With world_size ranks there are world_size steps, the first on the rank's own keys."),
-    "home": Mistake("gradients not sent home", "dK and dV are not those of the rank's own keys",
+        "higher ranks not at all.",
+    ),
+    "missing_step": Mistake(
+        "a ring step is missing",
+        "the keys of one rank never took part",
+        "With world_size ranks there are world_size steps, the first on the rank's own keys.",
+    ),
+    "home": Mistake(
+        "gradients not sent home",
+        "dK and dV are not those of the rank's own keys",
         "dK and dV travel with their keys. After the last step they are one hop from home: send "
-        "them on once more."),
-}  # fmt: skip
+        "them on once more.",
+    ),
+}
 
 Source = Callable[[int, int], int]  # a rank, of rank and step
 _HELD: tuple[Source, ...] = (  # whose keys rank r has at step t, if everybody sends …
@@ -165,23 +176,29 @@ def ring_attention(learner: Learner) -> Cases:
         for causal in (False, True):
             tensors = [random(ranks * each, d, seed=i) for i in range(3)]
             setting = FLAT.setting(*tensors, causal=causal, world_size=ranks)
+            words = f"{ranks} ranks, {each} rows each, d {d}, {'causal' if causal else 'full'}"
             judge = judge_forward(FLAT, setting, _wrong_forward)
-            yield _case(learner, "ring_forward", setting, judge, tensors)
+            yield _case(learner, "ring_forward", words, judge, ranks, tensors, causal)
             judge, given = judge_backward(FLAT, tensors, setting, _wrong_backward)
-            yield _case(learner, "ring_backward", setting, judge, given)
+            yield _case(learner, "ring_backward", words, judge, ranks, given, causal)
 
 
 def _case(
-    learner: Learner, name: str, setting: Setting, compare: Compare, tensors: Sequence[Tensor]
+    learner: Learner,
+    name: str,
+    words: str,
+    compare: Compare,
+    ranks: int,
+    tensors: Sequence[Tensor],
+    causal: bool,
 ) -> CheckCase:
     """Each rank gets its shards; what they return is judged as one tensor."""
-    function, ranks = learner.get(name), setting.world_size
-    each, d = setting.rows // ranks, setting.q.shape[-1]
+    function = learner.get(name)
     shards = [x.chunk(ranks) for x in tensors]
 
     def body(rank: int, send: Any, recv: Any) -> Any:
         mine = (learner.put(shard[rank]) for shard in shards)
-        found = function(rank, ranks, *mine, send, recv, setting.causal)
+        found = function(rank, ranks, *mine, send, recv, causal)
         return found if isinstance(found, tuple) else (found,)
 
     def judge(found: list[tuple[Any, ...]]) -> Judgement:
@@ -192,10 +209,9 @@ def _case(
             for (name, true), value in zip(compare.truth.items(), values):
                 if not isinstance(value, Tensor):
                     return Judgement([f"rank {rank}: {name} is a {type(value).__name__}"])
-                got, shape = tuple(value.shape), (each, *true.shape[1:])
+                got, shape = tuple(value.shape), (true.shape[0] // ranks, *true.shape[1:])
                 if got != shape:
                     return Judgement([f"rank {rank}: {name} has shape {got}, expected {shape}"])
         return compare(tuple(torch.cat(values) for values in zip(*found)))
 
-    words = f"{ranks} ranks, {each} rows each, d {d}, {'causal' if setting.causal else 'full'}"
     return CheckCase(name, words, lambda: run_ranks(ranks, body), judge)

@@ -13,7 +13,8 @@ from .learner import Cases, Learner
 from .setting import FLAT, INF, LN2, Mistake, Suspect, random
 
 MISTAKES = {
-    "rescale": Mistake("forgot to rescale",
+    "rescale": Mistake(
+        "forgot to rescale",
         "what was summed before the maximum moved keeps its old reference",
         "When the maximum goes from m to m', every exp(x − m) summed so far must become "
         "exp(x − m'): multiply the accumulator and the sum by the same factor.",
@@ -28,16 +29,25 @@ MISTAKES = {
         "maximum not carried",
         "each block is taken relative to its own maximum, not to the largest so far",
         "The running maximum is max(old, this block's). Keep it for the next block, and rescale "
-        "by the old one."),
-    "no_maximum": Mistake("no maximum subtracted", "exp of large scores overflows",
-        "Subtract the running maximum before exp; the quotient does not change."),
-    "unnormalised": Mistake("not divided by the sum",
+        "by the old one.",
+    ),
+    "no_maximum": Mistake(
+        "no maximum subtracted",
+        "exp of large scores overflows",
+        "Subtract the running maximum before exp; the quotient does not change.",
+    ),
+    "unnormalised": Mistake(
+        "not divided by the sum",
         "the output is the accumulator, Σ exp(s − m) v, without the division",
-        "After the last block, divide the accumulator by the running sum."),
-    "base2": Mistake("base 2 against natural lse", "powers of 2 and powers of e are mixed",
+        "After the last block, divide the accumulator by the running sum.",
+    ),
+    "base2": Mistake(
+        "base 2 against natural lse",
+        "powers of 2 and powers of e are mixed",
         "exp(x) = exp2(x · log2(e)). If you compute with exp2, convert once on the way in, and "
-        "multiply the lse by ln 2 on the way out: callers expect the natural one."),
-}  # fmt: skip
+        "multiply the lse by ln 2 on the way out: callers expect the natural one.",
+    ),
+}
 
 _SWITCHES = {
     "keep_acc": "rescale",
@@ -63,8 +73,11 @@ def online(
     for start in range(0, scores.shape[-1], tile):
         s = scores[..., start : start + tile]
         top = s.amax(-1)
-        wrong = {"own": top, "own_unscaled": top, "no_maximum": torch.zeros_like(top)}
-        last = wrong.get(switch, torch.maximum(m, top))
+        last = torch.maximum(m, top)
+        if switch in ("own", "own_unscaled"):
+            last = top
+        if switch == "no_maximum":
+            last = torch.zeros_like(top)
         safe = last.masked_fill(last == -INF, 0.0)
         p = (s - safe[..., None]).exp()
         alpha = (m - safe).exp()

@@ -69,16 +69,15 @@ def tiles_in_words(
             part = error[:, :, i : i + tile[0], j : j + tile[1]]
             worst[i, j] = part.abs().max().item()
     i, j = max(worst, key=lambda each: worst[each])
-    wrong = [place for place, size in worst.items() if size > 0.1 * worst[i, j]]
-    rows = f"rows {i}–{min(i + tile[0], setting.rows) - 1}"
-    keys = f"keys {j}–{min(j + tile[1], setting.keys) - 1}"
+    wrong = [at for at, size in worst.items() if size > 0.1 * worst[i, j]]
+    place = f"rows {i}–{min(i + tile[0], setting.rows) - 1}"
+    place += f" × keys {j}–{min(j + tile[1], setting.keys) - 1}"
     what = "dS" if name in ("dq", "dk") else "P"
-    where = f"{rows} × {keys}"
     if ranks > 1:
         rank, source = i // each, j // each
-        where += f": rank {rank}, ring step {(rank - source) % ranks} (keys of rank {source})"
+        place += f": rank {rank}, ring step {(rank - source) % ranks} (keys of rank {source})"
     count = f"{len(wrong)} of {len(worst)} tiles" if len(worst) > 1 else "the tile"
-    yield f"{count}; the worst: {where}: {what} is off by up to {worst[i, j]:.3g}"
+    yield f"{count}; the worst: {place}: {what} is off by up to {worst[i, j]:.3g}"
     if name == "out" and not lost.any():
         yield from _pairs(setting, error)
 

@@ -13,11 +13,13 @@ from .learner import Cases, Learner
 from .setting import Mistake
 
 MISTAKES = {
-    "zigzag": Mistake("wrong zigzag half",
+    "zigzag": Mistake(
+        "wrong zigzag half",
         "the wrong half of the queries or of the keys takes part",
         "Rank r holds chunks r and 2·world_size − 1 − r. Keys of lower ranks: all queries, the "
-        "early half of the keys. Keys of higher ranks: the late half of the queries, all keys."),
-}  # fmt: skip
+        "early half of the keys. Keys of higher ranks: the late half of the queries, all keys.",
+    ),
+}
 
 RingStep = tuple[int, str, str, bool]  # source, query half, key half, causal
 _HALVES = {"all": (0, 1), "late": (1,), "early": (0,)}
@@ -110,13 +112,17 @@ def _judge_steps(rank: int, ranks: int) -> Callable[[Any], Judgement]:
         have, sources = _covered(steps, rank, ranks), [step[0] for step in steps]
         if have == want and sources in orders:
             return Judgement()
-        known = "zigzag" if sources in orders else "source"
-        mistake = known if len(sources) >= ranks else "missing_step"
+        mistake = "zigzag" if sources in orders else "source"
+        if len(sources) < ranks:
+            mistake = "missing_step"
         judgement = Judgement(votes=Counter([mistake]))
-        for t in [t for t, true in enumerate(right) if steps[t : t + 1] != [true]][:1]:
-            words = f"rank {rank}, ring step {t}: {steps[t]}" if t < len(steps) else ""
-            words = words or f"rank {rank} has no step {t}"
-            judgement.lines.append(f"{words}; keys of rank {right[t][0]} are due")
+        for t, true in enumerate(right):
+            got = steps[t] if t < len(steps) else None
+            if got != true:
+                words = f"rank {rank}, ring step {t}: {got}"
+                words = words if got else f"rank {rank} has no step {t}"
+                judgement.lines.append(f"{words}; keys of rank {true[0]} are due")
+                break
         for (a, b, _), count in list((have - want).items())[:1]:
             words = f"queries of chunk {a} meet keys of chunk {b}"
             hidden = "which are hidden, or hidden in part"
