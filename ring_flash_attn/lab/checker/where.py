@@ -78,7 +78,7 @@ def tiles_in_words(
         place += f": rank {rank}, ring step {(rank - source) % ranks} (keys of rank {source})"
     count = f"{len(wrong)} of {len(worst)} tiles" if len(worst) > 1 else "the tile"
     yield f"{count}; the worst: {place}: {what} is off by up to {worst[i, j]:.3g}"
-    if name == "out" and not lost.any():
+    if name == "out":
         yield from _pairs(setting, error)
 
 
