@@ -75,8 +75,8 @@ def _sum_case(learner: Learner, x: Tensor, more: str = "", expanded: bool = Fals
                 yield "columns", {"y": wide_x[:, part] @ wide_w[part]}
         if not more:
             return
-        memory = x.T.reshape(rows, d) if more else x
-        yield "strides", sums(wide_x if expanded else memory.double(), wide_g)
+        memory = wide_x.T.reshape(rows, d)
+        yield "strides", sums(wide_x if expanded else memory, wide_g)
         written = truth["the gradient of x"].reshape(d, rows).T
         yield "strides", {"the gradient of x": written}
 
@@ -95,9 +95,7 @@ def _matrix(x: Tensor) -> Tensor:
     return x[None, None] if x.dim() == 2 else x[None, None, :, None]
 
 
-_MATRICES = Form(
-    same, same, _matrix, _matrix
-)  # vectors and matrices whose rows are nothing special
+_MATRICES = Form(same, same, _matrix, _matrix)  # as (1, 1, rows, columns) in words alone
 
 
 def _tolerance(learner: Learner) -> float:
