@@ -31,7 +31,7 @@ from .transformer import AdamW, Transformer, forward_flops, named
 KIND = "lab model"
 _RUNS = 3  # that Nsight Systems sees
 _PASSES_FLOPS = {FORWARD: 1, BOTH: 3, STEP: 3}  # of the forward pass
-_SLOW = 200.0  # ms of a pass that needs no more warm-up than two runs
+_SLOW = 20.0  # ms of a pass that needs no more warm-up than two runs
 _SEED = 0
 
 
