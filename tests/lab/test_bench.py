@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -13,15 +14,17 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner, Result
 
 from ring_flash_attn.bench.measure import reason
-from ring_flash_attn.bench.results import Row, load
-from ring_flash_attn.bench.timing import Stopwatch, Timing
+from ring_flash_attn.bench.results import Results, Row, load
+from ring_flash_attn.bench.timing import Timing
 from ring_flash_attn.bench.workload import Workload
+from ring_flash_attn.cli import lab_bench
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.lab.bench import attention, model
 from ring_flash_attn.lab.bench.config import (
@@ -531,32 +534,40 @@ def test_the_model_is_measured_and_written(tmp_path: Path) -> None:
             assert row.tflops
 
 
-@pytest.mark.parametrize(("milliseconds", "runs"), [(201.0, 2 + 3), (199.0, 2 + 4 + 3)])
-@pytest.mark.parametrize("has_peak", [False, True])
-def test_a_long_pass_is_run_twice_before_it_is_timed(
-    milliseconds: float, runs: int, has_peak: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_peak", [True, False])
+def test_the_first_run_of_a_pass_is_not_timed(
+    has_peak: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run that finds the peak is the warm-up; a short pass has more of them."""
+    """It compiles; the next one finds the peak, too."""
     begun = []
 
-    class Watch(Stopwatch):
-        def time(self, work: Any, host: float = 1.0, ready: Any = None) -> Timing:
-            work()
-            return Timing(milliseconds, 1.0)
-
     def peak(work: Any, *_: Any) -> int:
+        assert len(begun) == 1
         work()
         return 7
 
-    monkeypatch.setattr(model, "Stopwatch", Watch)
     monkeypatch.setattr(model, "make_works", lambda *_: {"both": lambda: begun.append(1)})
     if has_peak:
         monkeypatch.setattr(model, "peak_in_use", peak)
     case = ModelCase(**{**vars(CASE), "passes": ("both",)})
     (row,) = model.measure_model(case, CPU, 3)
-    assert len(begun) == runs
-    assert row.samples_ms == (milliseconds,) * 3
+    assert len(begun) == 4
+    assert len(row.samples_ms) == 3
     assert row.peak_bytes == (7 if has_peak else None)
+
+
+def test_a_pass_lasts_until_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host's part ends when all is queued; what was queued before is not part of it."""
+    now = 0.0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    waits = iter((100.0, 3.0))
+    monkeypatch.setattr(model.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(model, "synchronize", lambda device: pass_time(next(waits)))
+    assert model._time(lambda: pass_time(2.0), CPU) == Timing(5000.0, 2000.0)
 
 
 def test_a_model_that_does_not_fit_says_so_and_the_next_is_measured(
@@ -574,30 +585,32 @@ def test_a_model_that_does_not_fit_says_so_and_the_next_is_measured(
     assert run("model", *QUICK, "--context", "8", "--precision", "fp32").exit_code == 1
 
 
-def test_passes_that_wait_for_the_host_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(case: ModelCase, *_: Any) -> list[Row]:
-        sizes = {"model": case.name, "seqlen": 8, "precision": "fp32", "batch": 2, "vocab": 11}
-        return [
-            Row(
-                "lab model",
-                case.attention,
-                way,
-                {**sizes, "compile": False},
-                samples_ms=(2.0, 3.0, 4.0),
-                tflops=1.5,
-                peak_bytes=3 << 20,
-                values={"host_ms": 2.0 if way == "step" else 5.0},
-            )
-            for way in case.passes
-        ]
-
-    monkeypatch.setattr(model, "measure_model", measured)
-    options = ("--context", "8", "--precision", "fp32", "--attention", "ours")
-    result = run("model", *QUICK, *options)
-    assert result.exit_code == 0, result.output
-    (line,) = (line for line in result.output.splitlines() if line.split()[:1] == ["own"])
-    assert line.split()[4:] == ["3.000*", "3.0", "3.000*", "3.0", "3.000", "3.0", "1.5"]
-    assert "such passes waits for the" in result.output
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_passes_that_wait_for_the_host_are_marked(kind: str) -> None:
+    sizes = {"model": "own", "seqlen": 8, "precision": "fp32", "batch": 2, "vocab": 11}
+    rows = tuple(
+        Row(
+            "lab model",
+            "ours",
+            way,
+            {**sizes, "compile": False},
+            samples_ms=(2.0, 3.0, 4.0),
+            tflops=1.5,
+            peak_bytes=3 << 20,
+            values={"host_ms": host},
+        )
+        for way, host in (("forward", 2.9), ("both", 3.0), ("step", 2.8))
+    )
+    machine = {"kind": kind, "device": "a GPU"}
+    results = Results("rfa", machine, {}, None, {"repeats": 3}, rows)
+    console = Console(width=200, record=True, file=io.StringIO())
+    lab_bench._show_model(console, results)
+    shown = console.export_text()
+    (line,) = (line for line in shown.splitlines() if line.split()[:1] == ["own"])
+    mark = "*" if kind == "cuda" else ""  # on a CPU there is no other that could wait
+    times = [f"3.000{mark}", "3.0", f"3.000{mark}", "3.0", "3.000", "3.0"]
+    assert line.split()[4:] == [*times, "1.5"]
+    assert ("the GPU waits for the host" in shown) == (kind == "cuda")
 
 
 def test_precisions_are_what_their_names_say() -> None:

@@ -208,10 +208,10 @@ def _time(way: str, work: Work, watch: Stopwatch, passes: int, seconds: float) -
     runs = int(seconds * 1e3 / max(first.device, 1e-6))
     if runs >= passes:
         return interleaved({way: work}, watch, passes, lambda line: None)[way]
-    return time_each(work, watch, runs, first)
+    return _time_each(work, watch, runs, first)
 
 
-def time_each(work: Work, watch: Stopwatch, runs: int, tried: Timing) -> Samples:
+def _time_each(work: Work, watch: Stopwatch, runs: int, tried: Timing) -> Samples:
     """One run after the other, with no more warm-up than the run that was tried."""
     timed = [watch.time(work, tried.host) for _ in range(runs)] or [tried]
     return Samples(tuple(each.device for each in timed), tuple(each.host for each in timed))
@@ -277,7 +277,6 @@ def peak_in_use(work: Work, device: torch.device, held: int) -> int | None:
     """Most that is allocated at a time, inputs and results with it; None on the CPU."""
     if device.type != "cuda":
         return None
-    gc.collect()
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     work()

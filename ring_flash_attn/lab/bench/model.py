@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,16 +23,15 @@ from ...bench.measure import Guard, clear
 from ...bench.profile.nsight import NSYS, ToolFailed, run_tool
 from ...bench.profile.trace import record_memory, record_trace, run_under
 from ...bench.results import CANNOT, Row
-from ...bench.timing import Stopwatch, Timing, Work, interleaved, on_device
+from ...bench.timing import Samples, Timing, Work, on_device, synchronize
 from ...bench.workload import BOTH, FORWARD
-from .attention import Report, held_before, peak_in_use, time_each
+from .attention import Report, held_before, peak_in_use
 from .config import BF16, STEP, TF32, ModelCase
 from .transformer import AdamW, Transformer, forward_flops, named
 
 KIND = "lab model"
 _RUNS = 3  # that Nsight Systems sees
 _PASSES_FLOPS = {FORWARD: 1, BOTH: 3, STEP: 3}  # of the forward pass
-_SLOW = 20.0  # ms of a pass that needs no more warm-up than two runs
 _SEED = 0
 
 
@@ -102,14 +102,13 @@ def measure_model(
         return [_row(case, way, failed=f"{CANNOT}{reason}") for way in case.passes]
     clear(device)
     with on_device(device):
-        rows = []
-        watch, building = Stopwatch(device), Guard()
+        rows, building = [], Guard()
         held = held_before(device, torch.bfloat16 if case.precision == BF16 else torch.float32)
         report("building the model")
         works = building.attempt(lambda: make_works(case, device)) or {}
         for way in case.passes:
             guard = Guard(failed=building.failed)
-            rows.append(_measure(case, way, works, guard, watch, device, repeats, held, report))
+            rows.append(_measure(case, way, works, guard, device, repeats, held, report))
             if guard.failed is not None:
                 clear(device)
         works.clear()  # with the model
@@ -124,23 +123,23 @@ def _measure(
     way: str,
     works: dict[str, Work],
     guard: Guard,
-    watch: Stopwatch,
     device: torch.device,
     repeats: int,
     held: int,
     report: Report,
 ) -> Row:
     def run() -> dict[str, Any]:
-        work = works[way]
+        work, timings = works[way], []
         work()  # compiles; and AdamW makes its state
-        tried: list[Timing] = []
-        peak = peak_in_use(lambda: tried.append(watch.time(work)), device, held)
-        first = tried[0] if tried else watch.time(work)  # the CPU has no peak, and runs nothing
-        if first.device > _SLOW:
-            report(f"timing {way}, which takes {first.device / 1e3:.1f} s")
-            samples = time_each(work, watch, repeats, first)
-        else:
-            samples = interleaved({way: work}, watch, repeats, report)[way]
+
+        def timed() -> None:
+            timings.append(_time(work, device))
+
+        report(f"timing {way}")
+        peak = peak_in_use(timed, device, held)
+        while len(timings) < repeats:
+            timed()
+        samples = Samples(*zip(*((each.device, each.host) for each in timings)))
         flops = _PASSES_FLOPS[way] * forward_flops(case.size, case.vocab, case.batch, case.context)
         return {
             "samples_ms": samples.device,
@@ -150,6 +149,17 @@ def _measure(
         }
 
     return _row(case, way, **(guard.attempt(run) or {}), failed=guard.failed)
+
+
+def _time(work: Work, device: torch.device) -> Timing:
+    """One pass as a training loop has it: the GPU is idle before, and done in the end."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    queued = time.perf_counter()
+    synchronize(device)
+    done = time.perf_counter()
+    return Timing((done - start) * 1e3, (queued - start) * 1e3)
 
 
 def _row(case: ModelCase, way: str, **found: Any) -> Row:
