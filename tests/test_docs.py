@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from documents import ROOT, block, table, text
 from ranks import Ranks, one_rank
 from torch import Tensor
 from torch.distributed.run import get_args_parser
@@ -37,7 +38,6 @@ from ring_flash_attn.plan import layout as layouts
 from ring_flash_attn.plan.tiles import Mask
 from ring_flash_attn.verify.oracle import Rules, oracle
 
-ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     "README.md",
     "README.zh-CN.md",
@@ -50,25 +50,13 @@ DOCUMENTS = [
     "docs/kernel-log.md",
     "docs/lab/README.md",
     "docs/lab/assistants.md",
+    "docs/lab/results.md",
     "docs/troubleshooting.md",
     "results/README.md",
 ]
 GROUP: Any = typer.main.get_command(app)
 COMMANDS = GROUP.commands
 READMES = ["README.md", "README.zh-CN.md"]
-
-
-def text(document: str) -> str:
-    return (ROOT / document).read_text(encoding="utf-8")
-
-
-def block(document: str, mark: str) -> str:
-    """The code block (or table) under the comment <!-- mark -->."""
-    found = re.search(
-        rf"<!-- {mark} -->\n(?:```\w*\n(.*?)```|((?:\|[^\n]*\n)+))", text(document), re.S
-    )
-    assert found, f"{document} has no block {mark!r}"
-    return found[1] or found[2]
 
 
 def without_code(document: str) -> str:
@@ -391,12 +379,6 @@ SHAPES = ("causal_d128", "full_d128", "causal_d64")  # of all implementations
 
 def stored(name: str) -> list[Row]:
     return load(ROOT / "results" / f"{name}_h200.json").rows
-
-
-def table(document: str, mark: str) -> list[list[str]]:
-    """The cells of a table, without its head."""
-    lines = block(document, mark).splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def rates(rows: list[Row], name: str) -> str:
