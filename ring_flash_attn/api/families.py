@@ -2,7 +2,7 @@
 
 Each row of `FAMILIES` names a point (layout × route) and a signature. Out of it come its forms (q,
 k, v; kv packed; qkv packed), and of each form one function that takes `kernel=` and one for each
-prefix that fixes it: `triton_`, `native_`. The functions are compiled from source text, as
+prefix that fixes it: `triton_`, `native_`, `cute_`. The functions are compiled from source text, as
 `dataclass` does, so that their signatures, defaults and pickles are those of functions written by
 hand. `__init__.pyi`, for editors and type checkers, is written by `make format`.
 """
@@ -26,7 +26,7 @@ from ..plan.layout import FLAT_PREFIX, layout_names
 from . import operators, signatures
 from .signatures import Signature
 
-PREFIXES = ("triton", "native")
+PREFIXES = ("triton", "native", "cute")
 
 # What each tensor is, and its dimensions after those of tokens.
 _TENSORS = {

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from ..engine import checks
-from ..engine.attention import QKV, PreparedCall, backward, forward, no_autocast
+from ..engine.attention import QKV, PreparedCall, backward, forward, needs_grad, no_autocast
 from ..engine.entry import in_autocast_dtype, prepare_single
 from ..engine.prepare import Output, draw_seed
 
 _REST = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
     "Tensor? alibi_slopes, Tensor? sink, Tensor? seed, float dropout_p, float? softmax_scale, "
-    "bool causal, int left, int right, float softcap, bool deterministic, bool with_lse, str kernel"
+    "bool causal, int left, int right, float softcap, bool deterministic, bool with_lse, "
+    "str kernel, bool grad"
 )
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)"
 _BACKWARD = (
@@ -28,7 +29,7 @@ _BACKWARD = (
 )
 _SINK = 8  # its place among the arguments of the forward
 _FLAGS = ("causal", "deterministic", "return_attn_probs")
-_PLAIN = (  # the last ones
+_PLAIN = (  # the last ones, but for grad
     "dropout_p", "softmax_scale", "causal", "left", "right", "softcap", "deterministic",
     "return_attn_probs", "kernel",
 )  # fmt: skip
@@ -71,17 +72,19 @@ def traced(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
     plain |= {name: bool(options[name]) for name in _FLAGS}
     plain["left"], plain["right"] = checks.check_window(options["window_size"])
     rest = [options["alibi_slopes"], options["sink"], seed, *(plain[name] for name in _PLAIN)]
-    out, lse = torch.ops.ring_flash_attn.attention(q, k, v, *documents, *rest)
+    inputs = (q, k, v) if options["sink"] is None else (q, k, v, options["sink"])
+    # Below, in the operator, no tensor says that it requires a gradient.
+    out, lse = torch.ops.ring_flash_attn.attention(q, k, v, *documents, *rest, needs_grad(inputs))
     return (out, lse, None) if plain["return_attn_probs"] else out
 
 
 def _prepared(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[PreparedCall, QKV]:
     """What does the call, and its tensors. They have been cast: autocast must be off."""
-    documents, (slopes, sink, seed), plain = rest[:4], rest[4:7], rest[7:]
+    documents, (slopes, sink, seed), (*plain, grad) = rest[:4], rest[4:7], rest[7:]
     options = dict(zip(_PLAIN, plain, strict=True), alibi_slopes=slopes, sink=sink)
     options["window_size"] = options.pop("left"), options.pop("right")
     lengths = None if documents[0] is None else checks.document_pairs(q, *documents)
-    prepared, shard = prepare_single(q, k, v, lengths, options)
+    prepared, shard = prepare_single(q, k, v, lengths, options, grad)
     if options["dropout_p"]:
         prepared = prepared.changed(seed=seed)
     return prepared, shard

@@ -39,7 +39,7 @@ COMMON: Parameters = (
         "(nheads,), an attention sink: one more score for each head, without a value.",
     ),
     ("group: ProcessGroup | None = None", "process group; the default one if None."),
-    ('kernel: str = "auto"', '"auto", "native", "triton", "reference", or a library.'),
+    ('kernel: str = "auto"', '"auto", "native", "triton", "cute", "reference", or a library.'),
 )
 
 _SHARED = "dropout_p softmax_scale causal window_size"

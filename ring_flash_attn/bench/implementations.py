@@ -5,6 +5,7 @@ Importing it loads no torch, so that commands know their names.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +27,13 @@ _BLOCK = 128  # FlexAttention's
 
 @dataclass(frozen=True)
 class Implementation:
-    """Something that computes attention: what `make` prepares for a workload is not timed."""
+    """Something that computes attention: what `make` prepares for a workload is not timed.
+
+    `why_not` has every reason why it cannot do it: forward and, if the flag is true, backward.
+    """
 
     name: str
-    why_not: Callable[[Workload, torch.device], list[str]]  # every reason why it cannot
+    why_not: Callable[[Workload, torch.device, bool], list[str]]
     make: Callable[[Workload, torch.device], Attention]
 
 
@@ -38,10 +42,12 @@ def implementation_names() -> tuple[str, ...]:
     return (*kernel_names(), *_LIBRARIES)
 
 
-def find_implementation(name: str, workload: Workload, device: torch.device) -> Implementation:
+def find_implementation(
+    name: str, workload: Workload, device: torch.device, grad: bool = True
+) -> Implementation:
     """By its name, else ValueError; "auto" and "native" are the kernels that they pick."""
     if name in (AUTO, NATIVE):
-        name = choose_kernel(name, call_of(workload, device)).name
+        name = choose_kernel(name, call_of(workload, device, grad=grad)).name
     if name in _LIBRARIES:
         return _LIBRARIES[name]
     if name not in kernel_names():
@@ -58,7 +64,11 @@ def find_implementation(name: str, workload: Workload, device: torch.device) -> 
 
         return run
 
-    return Implementation(name, lambda w, device: why_not(name, call_of(w, device)), make)
+    return Implementation(name, functools.partial(_kernel_why, name), make)
+
+
+def _kernel_why(kernel: str, workload: Workload, device: torch.device, grad: bool) -> list[str]:
+    return why_not(kernel, call_of(workload, device, grad=grad))
 
 
 # Torch.
@@ -108,8 +118,8 @@ def _sdpa(name: str, backend: str, *, masks: bool, groups: bool, cpu: bool) -> I
     (`groups`); runs on a `cpu`.
     """
 
-    def why(workload: Workload, device: torch.device) -> list[str]:
-        found = [] if cpu else _gpu_only(workload, device)
+    def why(workload: Workload, device: torch.device, grad: bool) -> list[str]:
+        found = [] if cpu else _gpu_only(workload, device, grad)
         if not masks and workload.window != _NO_WINDOW:
             found.append("it has no sliding windows")
         if device.type == "cuda" and backend != "MATH":
@@ -193,12 +203,12 @@ def _flex(workload: Workload, device: torch.device) -> Attention:
 # Libraries.
 
 
-def _gpu_only(workload: Workload, device: torch.device) -> list[str]:
+def _gpu_only(workload: Workload, device: torch.device, grad: bool) -> list[str]:
     return [] if device.type == "cuda" else [f"it is compared on GPUs, not on {device}"]
 
 
-def _xformers_why(workload: Workload, device: torch.device) -> list[str]:
-    found = _gpu_only(workload, device)
+def _xformers_why(workload: Workload, device: torch.device, grad: bool) -> list[str]:
+    found = _gpu_only(workload, device, grad)
     if workload.window != _NO_WINDOW:
         found.append("it is compared without windows only")
     try:
@@ -235,13 +245,13 @@ def _flash_attn(name: str, module: str, kernel: str, no_limit: int | None) -> Im
 
         return run
 
-    return Implementation(name, lambda w, device: why_not(kernel, call_of(w, device)), make)
+    return Implementation(name, functools.partial(_kernel_why, kernel), make)
 
 
 _LIBRARIES = {
     each.name: each
     for each in (
-        Implementation("torch standard", lambda workload, device: [], _standard),
+        Implementation("torch standard", lambda workload, device, grad: [], _standard),
         _sdpa("SDPA flash", "FLASH_ATTENTION", masks=False, groups=True, cpu=True),
         _sdpa("SDPA efficient", "EFFICIENT_ATTENTION", masks=True, groups=False, cpu=False),
         _sdpa("SDPA cuDNN", "CUDNN_ATTENTION", masks=False, groups=True, cpu=False),

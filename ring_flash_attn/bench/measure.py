@@ -52,14 +52,14 @@ def measure(
     if left_out:
         raise ValueError(f"{', '.join(left_out)}: only plain batches are measured on one device")
     passes = PASSES if grad else (FORWARD,)
-    trials = [_Trial(each) for each in find_all(names, workload, device)]
+    trials = [_Trial(each) for each in find_all(names, workload, device, grad)]
     samples: dict[tuple[str, str], Samples] = {}
     clear(device)
     with on_device(device):
         try:
             inputs = Inputs(workload, device, grad)
             for each in trials:
-                reasons = each.implementation.why_not(workload, device)
+                reasons = each.implementation.why_not(workload, device, grad)
                 if reasons:
                     each.failed = CANNOT + "; ".join(reasons)
                     continue
@@ -93,10 +93,10 @@ def check_graphs(graphs: bool, device: torch.device) -> None:
 
 
 def find_all(
-    names: Sequence[str], workload: Workload, device: torch.device
+    names: Sequence[str], workload: Workload, device: torch.device, grad: bool = True
 ) -> tuple[Implementation, ...]:
     """Each once, whatever it was called."""
-    found = (find_implementation(name, workload, device) for name in names)
+    found = (find_implementation(name, workload, device, grad) for name in names)
     return tuple({each.name: each for each in found}.values())
 
 

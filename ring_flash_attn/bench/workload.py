@@ -382,8 +382,10 @@ FORWARD_ONLY = frozenset({"batch-inference"})  # presets without gradients
 # As the library sees them.
 
 
-def call_of(workload: Workload, device: torch.device, with_lse: bool = False) -> Call:
-    """What kernels are asked whether they can do it."""
+def call_of(
+    workload: Workload, device: torch.device, with_lse: bool = False, grad: bool = True
+) -> Call:
+    """What kernels are asked whether they can do it; `grad`: the backward pass, too."""
     import torch
 
     from ..kernels.base import Call
@@ -400,6 +402,7 @@ def call_of(workload: Workload, device: torch.device, with_lse: bool = False) ->
         alibi_slopes=torch.empty(slopes, device="meta") if w.alibi else None,
         packed=len(w.lengths) > 1,
         with_lse=with_lse,
+        needs_grad=grad,
     )
 
 
@@ -427,7 +430,9 @@ def problem_of(workload: Workload, placement: Placement) -> Problem:
     )
 
 
-def resolve(workload: Workload, placement: Placement, device: torch.device) -> Placement:
+def resolve(
+    workload: Workload, placement: Placement, device: torch.device, grad: bool = True
+) -> Placement:
     """The placement with the library's choices made: the kernel, and sources of a launch.
 
     NotImplementedError with every reason if no kernel can do it.
@@ -436,7 +441,7 @@ def resolve(workload: Workload, placement: Placement, device: torch.device) -> P
 
     problem = problem_of(workload, placement)
     sources = problem.sources_per_launch if placement.route == "ring" else None
-    kernel = choose_kernel(placement.kernel, call_of(workload, device)).name
+    kernel = choose_kernel(placement.kernel, call_of(workload, device, grad=grad)).name
     return replace(placement, kernel=kernel, sources_per_launch=sources)
 
 

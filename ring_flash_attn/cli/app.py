@@ -101,7 +101,7 @@ def rfa(
             "--version",
             callback=_show_versions,
             is_eager=True,
-            help="Versions of rfa, Python, torch, triton and CUDA.",
+            help="Versions of rfa, Python, torch, triton, CuTe DSL and CUDA.",
         ),
     ] = False,
 ) -> None:

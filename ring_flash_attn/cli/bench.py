@@ -78,11 +78,12 @@ def bench(
 
     numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
     numbers |= {"nheads_k": nheads_k, "headdim": headdim}
+    grad = not o.without_gradients(preset, no_grad)
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a benchmark")
         workloads = o.make_workloads(preset, causal, window, dtype, **numbers)
-        jobs = [([_find_able("--kernel", kernel, each, where)], each) for each in workloads]
+        jobs = [([_find_able("--kernel", kernel, each, where, grad)], each) for each in workloads]
     console = screen()
     rows = _measure(
         console,
@@ -91,7 +92,7 @@ def bench(
         where,
         {"repeats": o.repeats_on(where, repeats)},
         json_file,
-        grad=not o.without_gradients(preset, no_grad),
+        grad=grad,
         at_end=lambda results: _show_sweep(console, results, workloads),
     )
     raise typer.Exit(int(all(row.failed is not None for row in rows)))
@@ -154,6 +155,7 @@ def compare(
     left_out = ""
     numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
     numbers |= {"nheads_k": nheads_k, "headdim": headdim}
+    grad = not o.without_gradients(preset, no_grad)
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a comparison")
@@ -163,7 +165,7 @@ def compare(
             others = [name for name in names if name != NATIVE]
             gated = gate or min_speed is not None or max_memory is not None
             try:
-                find_implementation(NATIVE, workloads[0], where)
+                find_implementation(NATIVE, workloads[0], where, grad)
                 versus = NATIVE
             except NotImplementedError as error:
                 if gated or not others:
@@ -172,9 +174,9 @@ def compare(
         limits = o.find_limits(gate, min_speed, max_memory, versus or "", where)
         everyone = [*(names or implementation_names()), *([versus] if versus else [])]
         for each in workloads:
-            found = find_all(everyone, each, where)
+            found = find_all(everyone, each, where, grad)
             if limits is not None and versus is not None:
-                base = _find_able("--versus", versus, each, where)
+                base = _find_able("--versus", versus, each, where, grad)
                 if all(other.name == base for other in found):
                     raise ValueError(f"--versus {base}: nothing else is named to compare with it")
     console, rounds, passed = screen(), o.repeats_on(where, repeats), True
@@ -184,7 +186,7 @@ def compare(
     def finish(workload: Workload, rows: list[Row]) -> list[Row]:
         """Show the rows of a workload; return them with their shares of the baseline's speed."""
         nonlocal passed
-        base = find_implementation(versus, workload, where).name if versus else None
+        base = find_implementation(versus, workload, where, grad).name if versus else None
         bases = {row.passes: row for row in rows if row.implementation == base}
         rows = [beside(row, bases[row.passes]) for row in rows] if bases else rows
         _show_comparison(console, workload, rows, base)
@@ -207,7 +209,7 @@ def compare(
         where,
         {"repeats": rounds, "graphs": graphs, **o.compared(versus, limits)},
         json_file,
-        grad=not o.without_gradients(preset, no_grad),
+        grad=grad,
         errors=errors,
         graphs=graphs,
         after_each=finish,
@@ -217,10 +219,10 @@ def compare(
     raise typer.Exit(int(not passed or all(row.failed is not None for row in rows)))
 
 
-def _find_able(option: str, name: str, workload: Workload, device: torch.device) -> str:
+def _find_able(option: str, name: str, workload: Workload, device: torch.device, grad: bool) -> str:
     """The name of the implementation; NotImplementedError with every reason if it cannot."""
-    found = find_implementation(name, workload, device)
-    reasons = found.why_not(workload, device)
+    found = find_implementation(name, workload, device, grad)
+    reasons = found.why_not(workload, device, grad)
     if reasons:
         raise NotImplementedError(
             f"{option} {found.name} cannot do {workload}: {'; '.join(reasons)}"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..bench.results import check_output, make_table
 from ..bench.workload import Workload, call_of
-from ..kernels.base import AUTO, NATIVE, Call, candidates, load_kernel, why_not
+from ..kernels.base import AUTO, NATIVE, Call, candidates, kernel_names, load_kernel, why_not
 from . import options as o
 from .console import usage_errors, write
 
@@ -22,6 +22,7 @@ def info(
     device: o.Device = None,
     dtype: o.OneDtype = "bfloat16",
     headdim: Annotated[int, typer.Option(min=1, help="Head dimension.")] = 128,
+    no_grad: o.NoGrad = False,
     json_file: o.JsonFile = None,
 ) -> None:
     """Show versions, devices, and which kernels can run here.
@@ -35,8 +36,9 @@ def info(
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a kernel")
-    call = call_of(Workload(headdim=headdim, causal=True, dtype=dtype), where)
-    reasons = {name: why_not(name, call) for name in candidates(AUTO, call)}
+    call = call_of(Workload(headdim=headdim, causal=True, dtype=dtype), where, grad=not no_grad)
+    names = dict.fromkeys((*candidates(AUTO, call), *kernel_names()))
+    reasons = {name: why_not(name, call) for name in names}
     able = [name for name, why in reasons.items() if not why]
     picks = {
         choice: next((name for name in able if name in candidates(choice, call)), None)
@@ -50,8 +52,10 @@ def info(
         lines = map(" ".join, values.items()) if isinstance(values, dict) else values
         table.add_row(f"[bold]{title}[/]", "\n".join(lines) or "none set")
     console.print(table)
+    passes = "without gradients" if no_grad else "with gradients"
     console.print(
-        f"Kernels for a causal call in {dtype}, headdim {headdim}, on {device or where.type}:"
+        f"Kernels for a causal call in {dtype}, headdim {headdim}, {passes}, on "
+        f"{device or where.type}:"
     )
     table = make_table(("kernel", "can run", "why not"), ())
     for name, why in reasons.items():
@@ -89,7 +93,7 @@ def _triton(call: Call) -> tuple[str, str]:
 def version_lines() -> list[str]:
     """This library, and what it runs on."""
     lines = []
-    for package in ("ring-flash-attn", "torch", "triton"):
+    for package in ("ring-flash-attn", "torch", "triton", "nvidia-cutlass-dsl"):
         try:
             lines.append(f"{package} {version(package)}")
         except PackageNotFoundError:

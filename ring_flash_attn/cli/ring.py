@@ -147,6 +147,7 @@ def ring(
             routes=route or (),
             kernels=kernels,
             versus=baseline,
+            grad=settings.grad or settings.is_replay,
         )
         if limits is not None and all(each.name == each.baseline for each in targets):
             raise ValueError(f"--versus {baseline}: every --kernel is the same one here")

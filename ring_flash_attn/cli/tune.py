@@ -102,8 +102,8 @@ def _check(headdims: list[int], dtype: str) -> None:
         reasons = why_not("triton", call_of(workload, torch.device("cuda")))
         if reasons:
             raise ValueError(f"headdim {each}: {'; '.join(reasons)}")
+    from ..kernels.launches import INTERPRETED
     from ..kernels.triton.config import limit_of
-    from ..kernels.triton.launcher import INTERPRETED
 
     if INTERPRETED:
         raise ValueError("TRITON_INTERPRET is set: kernels would run on the CPU; unset it")

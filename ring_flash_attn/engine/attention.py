@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +53,11 @@ class PreparedCall:
         return replace(self, call=replace(self.call, **changes))
 
 
+def needs_grad(inputs: Iterable[Tensor]) -> bool:
+    """Whether autograd will ask for gradients of what is computed from these."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
 def attention(
     prepared: PreparedCall, shards: Sequence[QKV], sink: Tensor | None = None
 ) -> list[tuple[Tensor, Tensor]]:
@@ -63,8 +68,9 @@ def attention(
     """
     flat = [tensor for shard in shards for tensor in shard]
     inputs = flat if sink is None else [*flat, sink]
-    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if not differentiates and forward_ad._current_level < 0:  # there is no forward mode: autograd
+    if (
+        not needs_grad(inputs) and forward_ad._current_level < 0
+    ):  # there is no forward mode: autograd
         return forward(prepared, shards, sink)  # says so
     results = _Attention.apply(prepared, sink, *flat)
     count = len(shards)
@@ -194,7 +200,7 @@ def _saved(
         if dlse is not None:
             raise NotImplementedError(
                 f"kernel {prepared.kernel.name!r} cannot differentiate through lse: use another "
-                "(triton, reference), or detach lse"
+                "(triton, cute, reference), or detach lse"
             )
         return Saved(lse, _delta(dout, out, call) if sink else lse.new_empty(0), out)
     if direct is not None and single is not None and dlse is None and not sink:

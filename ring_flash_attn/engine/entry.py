@@ -171,14 +171,18 @@ def prepare_single(
     v: Tensor,
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None,
     options: dict[str, Any],
+    grad: bool | None = None,
 ) -> tuple[PreparedCall, QKV]:
-    """What does a call on one device, and its tensors; checked and planned once for all like it."""
+    """What does a call on one device, and its tensors; checked and planned once for all like it.
+
+    `grad` says whether there will be a backward pass, where the tensors do not.
+    """
     packed = lengths is not None
     q, k, v = in_autocast_dtype(q, k, v)
     for name in ("alibi_slopes", "sink"):
         if options.get(name) is not None:
             checks.check_tensor(name, options[name])
-    key = _key(q, k, v, lengths, options)
+    key = _key(q, k, v, lengths, options, grad)
     prepared = _ready.get(key) if key is not None else None
     if prepared is not None:
         if prepared.call.alibi_slopes is not None:
@@ -193,17 +197,19 @@ def prepare_single(
         checks.check_total(lengths[0], q, "q", "cu_seqlens_q")
         checks.check_total(lengths[1], k, "k", "cu_seqlens_k")
     problem = make_problem("contiguous", "ring", *lengths, 1, opts, shard[1].shape[2])
-    prepared = prepare("ring", problem, {0: shard}, opts)
+    prepared = prepare("ring", problem, {0: shard}, opts, grad=grad)
     if key is not None:
         _ready.add(key, prepared)
     return prepared, shard
 
 
 def _key(
-    q: Tensor, k: Tensor, v: Tensor, lengths: object, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, lengths: object, options: dict[str, Any], grad: bool | None
 ) -> tuple[object, ...] | None:
     """What decides whether a call is right and how it is done; None if that takes a closer look."""
-    values: list[object] = [lengths, registrations(), torch.are_deterministic_algorithms_enabled()]
+    mode = torch.is_grad_enabled() if grad is None else (grad,)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    values: list[object] = [lengths, mode, registrations(), deterministic]
     for x in (q, k, v, options.get("alibi_slopes"), options.get("sink")):
         kind = (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
         values.append(kind)

@@ -20,7 +20,7 @@ from ..plan.problem import Problem
 from ..plan.steps import Side
 from ..plan.tiles import Mask
 from . import checks
-from .attention import QKV, LocalRank, PreparedCall, attention
+from .attention import QKV, LocalRank, PreparedCall, attention, needs_grad
 from .executor import Pool
 
 if TYPE_CHECKING:
@@ -71,17 +71,22 @@ def prepare(
     opts: Options,
     connect: Callable[[], Sequence[comm.Transport]] | None = None,
     pool: Pool | None = None,
+    grad: bool | None = None,
 ) -> PreparedCall:
     """What runs some ranks in this process, on these shards by rank, or others of their shapes.
 
     `connect` makes their ends of the group; None if they are all there are. Buffers come from
-    `pool`, if not from torch.
+    `pool`, if not from torch. `grad` says whether there will be a backward pass, where the shards
+    do not.
     """
     pool = pool or Pool()
     ranks = tuple(LocalRank(*_planned(route, problem, rank), pool) for rank in shards)
     for local, (q, k, _) in zip(ranks, shards.values(), strict=True):
         _check_shard(problem, local, q, k)
-    call = _call(*next(iter(shards.values())), opts, problem)
+    if grad is None:
+        flat = [x for shard in shards.values() for x in shard]
+        grad = needs_grad(flat if opts.sink is None else [*flat, opts.sink])
+    call = _call(*next(iter(shards.values())), opts, problem, grad)
     where = ("one device",) if problem.world_size == 1 else (problem.layout.name, route)
     ends = connect or functools.partial(comm.virtual_transports, len(ranks))
     return PreparedCall(ranks, choose_kernel(opts.kernel, call), call, ends, where)
@@ -112,7 +117,7 @@ def _check_shard(problem: Problem, local: LocalRank, q: Tensor, k: Tensor) -> No
             )
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: Problem) -> Call:
+def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: Problem, grad: bool) -> Call:
     """Everything but dropout's seed; ValueError for slopes or a sink that do not fit q."""
     batch, _, nheads, headdim = q.shape
     checks.check_for_heads("alibi_slopes", opts.alibi_slopes, q, (nheads,), (batch, nheads))
@@ -135,6 +140,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: Problem) -> C
         deterministic=opts.deterministic,
         packed=isinstance(problem, Llama3Problem) or len(problem.lengths_q) > 1,
         with_lse=opts.return_attn_probs,
+        needs_grad=grad,
     )
 
 
@@ -174,8 +180,7 @@ def run_on_group(
         return [comm.DistributedTransport(group, device)]
 
     prepared = prepare(route, problem, {rank: shard}, opts, connect)
-    inputs = shard if opts.sink is None else (*shard, opts.sink)
-    signature = _signature(prepared, route, problem, inputs, same)
+    signature = _signature(prepared, route, problem, same)
     if isinstance(problem, Llama3Problem) and comm.check_mode() == "values":
         signature += (("RFA_CHECK", "values"),)
         parts = comm.agree(signature, group, problem.documents)
@@ -193,7 +198,6 @@ def _signature(
     prepared: PreparedCall,
     route: str,
     problem: Problem,
-    inputs: Sequence[Tensor],
     same: Mapping[str, object],
 ) -> tuple[tuple[str, object], ...]:
     """What has to be equal on all ranks, hashable."""
@@ -215,6 +219,6 @@ def _signature(
         ("deterministic", call.deterministic),
         ("heads_k_stride", problem.heads_k_stride),
         ("sources_per_launch", problem.sources_per_launch),
-        ("needs gradients", torch.is_grad_enabled() and any(x.requires_grad for x in inputs)),
+        ("needs gradients", call.needs_grad),
         *same.items(),
     )

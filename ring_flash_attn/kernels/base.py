@@ -35,6 +35,7 @@ class Call:
         deterministic: the same input must give the same bits, gradients too.
         packed: there is more than one document.
         with_lse: the caller gets lse, and may differentiate through it.
+        needs_grad: there may be a backward pass.
         head_start: number of the first query head here, among all query heads of the call.
         state_dtype: precision of state and gradient accumulators: fp32, for fp64 inputs fp64.
         key: everything but the mask and what is in the tensors; hashable.
@@ -56,6 +57,7 @@ class Call:
     deterministic: bool = False
     packed: bool = False
     with_lse: bool = False
+    needs_grad: bool = False
     head_start: int = 0
     state_dtype: torch.dtype = field(init=False, compare=False, repr=False)
     key: tuple[object, ...] = field(init=False, compare=False, repr=False)
@@ -263,6 +265,7 @@ _ENTRIES: dict[str, Entry] = {
             "triton",
             "it comes with torch for NVIDIA and AMD GPUs, or `pip install triton`",
         ),
+        ("cute", "cute", '`pip install "ring-flash-attn[cute]"`'),
         ("reference", "reference", "comes with torch"),
     )
 }

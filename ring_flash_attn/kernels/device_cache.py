@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Generic, TypeVar
@@ -103,6 +104,16 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 def stream_handle(device: torch.device) -> int:
     """Of the current stream of a CUDA device; much cheaper than the stream itself."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+_HERE: AbstractContextManager[None] = nullcontext()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes it the current device, on which kernels are launched; free if it is."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _HERE
+    return torch.cuda.device(device)
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:

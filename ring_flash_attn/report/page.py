@@ -46,7 +46,7 @@ _COLOURS = (
 )
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon")
 # These have the same colour in every report; all others take what is left, in order.
-_FIXED = ("triton", "cudnn", "fa2", "fa3", "fa4", "reference")
+_FIXED = ("triton", "cudnn", "fa2", "fa3", "fa4", "reference", "cute")
 
 
 def plotly_script() -> str:

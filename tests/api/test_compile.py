@@ -201,7 +201,21 @@ def test_operators_keep_torchs_rules(packed: bool) -> None:
     q, k, v = _inputs(*shapes)
     cu_seqlens = (CU_SEQLENS, CU_SEQLENS, 21, 21) if packed else (None,) * 4
     (sink,) = _inputs((4,))
-    rest = (None, sink, torch.tensor(5), 0.2, None, True, -1, -1, 0.0, False, True, "reference")
+    rest = (
+        None,
+        sink,
+        torch.tensor(5),
+        0.2,
+        None,
+        True,
+        -1,
+        -1,
+        0.0,
+        False,
+        True,
+        "reference",
+        True,
+    )
     inputs = (q, k, v, *cu_seqlens, *rest)
     ops = torch.ops.ring_flash_attn
     torch.library.opcheck(ops.attention.default, inputs)

@@ -222,8 +222,8 @@ def test_version() -> None:
     lines = rfa("--version").output.splitlines()
     assert lines[1] == f"torch {version('torch')}"
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CUDA: none"
-    assert lines[3].startswith("ROCm" if torch.version.hip else built)
-    assert lines[4] == f"Python {platform.python_version()}"
+    assert lines[4].startswith("ROCm" if torch.version.hip else built)
+    assert lines[5] == f"Python {platform.python_version()}"
 
 
 def test_version_of_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +233,11 @@ def test_version_of_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(versions, "version", missing)
     monkeypatch.setattr(versions, "distribution", missing)
     lines = versions.version_lines()
-    assert lines[:4] == [
+    assert lines[:5] == [
         "ring-flash-attn: not installed",
         "torch: not installed",
         "triton: not installed",
+        "nvidia-cutlass-dsl: not installed",
         "CUDA: unknown",
     ]
 

@@ -472,7 +472,7 @@ def test_evicted_tables_outlive_the_kernels_of_other_streams(
     monkeypatch: pytest.MonkeyPatch, kernel: str, dtype: torch.dtype
 ) -> None:
     """More plans than are kept, while a stream that is held back has yet to read its tables."""
-    from ring_flash_attn.kernels.triton import launcher, tables
+    from ring_flash_attn.kernels import launches, tables
 
     def small() -> DeviceCache:
         cache: DeviceCache = DeviceCache()
@@ -480,7 +480,7 @@ def test_evicted_tables_outlive_the_kernels_of_other_streams(
         return cache
 
     monkeypatch.setattr(tables, "_tables", small())
-    monkeypatch.setattr(launcher, "_launches", Cache(1))
+    monkeypatch.setattr(launches, "_launches", Cache(1))
     if kernel == "fa2":
         monkeypatch.setattr(load_kernel(kernel), "_launches", small())
     x = torch.randn(1000, 4, 64, device="cuda", dtype=dtype)

@@ -162,19 +162,19 @@ def test_views_are_read_where_they_are() -> None:
 
 
 def test_multiprocessors_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ring_flash_attn.kernels.triton import launcher
+    from ring_flash_attn.kernels import launches, scheduler
     from ring_flash_attn.kernels.triton.hopper import host
 
     inputs = _inputs(128, torch.bfloat16, 2, 1000)
     wanted = _in_one_order(*inputs)
     left = torch.cuda.get_device_properties(0).multi_processor_count - 2
-    monkeypatch.setenv(host.MARGIN, str(left))
-    launcher._launches.clear()
-    host.free_processors.cache_clear()
+    monkeypatch.setenv(scheduler.MARGIN, str(left))
+    launches._launches.clear()
+    scheduler.free_processors.cache_clear()
     with mock.patch.object(host, "first", wraps=host.first) as first:
         got = _in_one_order(*inputs)
     monkeypatch.undo()
-    launcher._launches.clear()
-    host.free_processors.cache_clear()
+    launches._launches.clear()
+    scheduler.free_processors.cache_clear()
     assert [call.args[2][0] for call in first.call_args_list] == [2, 2]
     assert all(torch.equal(x, want) for x, want in zip(got, wanted, strict=True))

@@ -40,23 +40,26 @@ def errors(
     device: str,
     causal: bool,
     softcap: float = 0.0,
+    kernel: str = "triton",
 ) -> tuple[float, float]:
     """Of the output, relative to its largest entry, and of lse, to its size."""
     given = inputs(kind, length, headdim, dtype, device)
     options = {"causal": causal, "softcap": softcap}
-    out, lse, _ = rfa.triton_flash_attn_func(*given, **options, return_attn_probs=True)
+    out, lse, _ = rfa.flash_attn_func(*given, **options, return_attn_probs=True, kernel=kernel)
     return _errors(out, lse, given, Rules(**options))
 
 
-def errors_in_a_ring(kind: str, device: str) -> tuple[float, float]:
+def errors_in_a_ring(kind: str, device: str, kernel: str = "triton") -> tuple[float, float]:
     """The same on two ranks, where the second step goes on from the first."""
     given = inputs(kind, 640, 64, torch.float16, device)
-    out, lse = _ring(given, causal=True)
+    out, lse = _ring(given, kernel, causal=True)
     return _errors(out, lse, given, Rules(causal=True))
 
 
-def _ring(given: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    options |= {"layout": "contiguous", "route": "ring", "kernel": "triton"}
+def _ring(
+    given: list[torch.Tensor], kernel: str, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    options |= {"layout": "contiguous", "route": "ring", "kernel": kernel}
     out, lse, _ = rfa.virtual_ring_attention(
         *given, world_size=2, return_attn_probs=True, sources_per_launch=1, **options
     )
@@ -71,20 +74,21 @@ def _errors(
     return float((out - want).abs().max() / want.abs().max()), float(lse_error.max())
 
 
-def nans(length: int, headdim: int, device: str) -> tuple[int, int, int]:
+def nans(length: int, headdim: int, device: str, kernel: str = "triton") -> tuple[int, int, int]:
     """Rows that are NaN where one key is: before it, from it on, and of the other head."""
     q, k, v = inputs("rising", length, headdim, torch.float16, device)
     at = length // 2
     k[0, at, 0] = torch.nan
-    out, lse, _ = rfa.triton_flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    options = {"causal": True, "return_attn_probs": True, "kernel": kernel}
+    out, lse, _ = rfa.flash_attn_func(q, k, v, **options)
     rows = out[0].isnan().all(-1)
     assert torch.equal(rows.T, lse[0].isnan())
     return int(rows[:at, 0].sum()), int(rows[at:, 0].sum()), int(rows[:, 1].sum())
 
 
-def nans_in_a_ring(device: str) -> tuple[int, int]:
+def nans_in_a_ring(device: str, kernel: str = "triton") -> tuple[int, int]:
     """Rows of out and of lse, of one head, that are NaN on two ranks where 51 see such a key."""
     q, k, v = inputs("rising", 300, 64, torch.float16, device)
     k[0, 220, 0] = torch.nan  # those on rank 1: they see no key of rank 0, which comes later
-    out, lse = _ring([q, k, v], causal=True, window_size=(50, 0))
+    out, lse = _ring([q, k, v], kernel, causal=True, window_size=(50, 0))
     return int(out[0, :, 0].isnan().all(-1).sum()), int(lse[0, 0].isnan().sum())

@@ -439,12 +439,12 @@ def test_the_interpreter_notices_a_deadlock(pool: Ranks) -> None:
 
 @pytest.mark.parametrize("value", ["-1", "two", "1.5", "1"])
 def test_margins_that_leave_nothing(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ring_flash_attn.kernels.triton.hopper import host
+    from ring_flash_attn.kernels import scheduler
 
     monkeypatch.setenv("RFA_SM_MARGIN", value)
-    host.free_processors.cache_clear()
+    scheduler.free_processors.cache_clear()
     with pytest.raises(ValueError, match=f"RFA_SM_MARGIN must be less than .*not '{value}'"):
-        host.free_processors(torch.device("cpu"))  # which counts as one
+        scheduler.free_processors(torch.device("cpu"))  # which counts as one
 
 
 def test_off_and_on_are_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,12 @@ pytestmark = pytest.mark.skipif(
 def _with_groups_split(rank: int, world_size: int, name: str) -> tuple[dict[str, float], list[Any]]:
     """Errors where there are more processors than pieces of work, and parts of each launch."""
     with _poisoned_memory(), _counted() as launches:
+        from ring_flash_attn.kernels import scheduler
         from ring_flash_attn.kernels.triton.hopper import host
 
         with (
             mock.patch.object(host, "in_order", _unless_told),
-            mock.patch.object(host, "processors", return_value=99),
+            mock.patch.object(scheduler, "processors", return_value=99),
             mock.patch.object(host, "free_processors", return_value=99),
         ):
             errors = _errors(CASES[name])
@@ -50,6 +51,34 @@ def test_groups_of_heads_are_split_where_there_is_too_little_to_do(pool: Ranks, 
     assert set(parts) == {None, most}
 
 
+def _with_keys_that_nobody_sees(rank: int, world_size: int) -> tuple[list[float], list[Any]]:
+    """Largest gradients of the keys of a document without queries."""
+    with _poisoned_memory(), _counted() as launches:
+        from ring_flash_attn.kernels import scheduler
+        from ring_flash_attn.kernels.triton.hopper import host
+
+        with (
+            mock.patch.object(scheduler, "processors", return_value=99),
+            mock.patch.object(host, "free_processors", return_value=99),
+        ):
+            q, k, v = (
+                torch.randn(rows, heads, 64).half().requires_grad_()
+                for rows, heads in ((90, 4), (120, 2), (120, 2))
+            )
+            lengths = torch.tensor([0, 40, 40, 90]), torch.tensor([0, 40, 70, 120])
+            out = rfa.triton_flash_attn_varlen_func(q, k, v, *lengths, 50, 50, causal=True)
+            _, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    unseen = [x[40:70].abs().max().item() for x in (dk, dv)]
+    return unseen, [call.args[6].get("parts") for call in launches.call_args_list]
+
+
+def test_keys_that_nobody_sees_have_no_gradient(pool: Ranks) -> None:
+    """Parts of dK and dV are added up for all rows, those that no tile names, too."""
+    ((unseen, parts),) = pool.run(_with_keys_that_nobody_sees)
+    assert 2 in parts
+    assert unseen == [0.0, 0.0]
+
+
 def _with_processors_left_to_others(rank: int, world_size: int) -> tuple[bool, list[Any]]:
     """Whether gradients are the same to the bit, and parts of each launch."""
     generator = torch.Generator().manual_seed(0)
@@ -59,11 +88,12 @@ def _with_processors_left_to_others(rank: int, world_size: int) -> tuple[bool, l
     ]
     found = []
     with _counted() as launches:
+        from ring_flash_attn.kernels import scheduler
         from ring_flash_attn.kernels.triton.hopper import host
 
         for free in (99, 2):
             with (
-                mock.patch.object(host, "processors", return_value=99),
+                mock.patch.object(scheduler, "processors", return_value=99),
                 mock.patch.object(host, "free_processors", return_value=free),
             ):
                 out = rfa.triton_flash_attn_func(*leaves, causal=True, deterministic=True)
@@ -86,11 +116,11 @@ def test_into_how_many_parts(
     nheads_k: int, seqlen: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 query heads under a causal mask, on an H200."""
-    from ring_flash_attn.kernels.triton.hopper import host
-    from ring_flash_attn.kernels.triton.tables import table
+    from ring_flash_attn.kernels import scheduler
+    from ring_flash_attn.kernels.tables import table
 
-    monkeypatch.setattr(host, "processors", lambda device: 132)
+    monkeypatch.setattr(scheduler, "processors", lambda device: 132)
     cpu, span = torch.device("cpu"), Span(0, seqlen, 0, 1, 0, 0)
     work = table((Tile(span, span, -seqlen, 0, True, True),), 128, 64, True, cpu)
     call = Call(cpu, torch.bfloat16, 32, nheads_k, 128, 128, 0.1, Mask(right=0))
-    assert host.split(work, 1, call) == parts
+    assert scheduler.split(work, 1, call) == parts

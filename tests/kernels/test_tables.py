@@ -42,7 +42,7 @@ def _tiles(lengths: list[int], left: int | None) -> list[Tile]:
 def test_a_block_walks_from_the_first_tile_it_sees_to_the_last(
     lengths: list[int], left: int | None, block: int, by_key: bool
 ) -> None:
-    from ring_flash_attn.kernels.triton.tables import BlockEntry, TileEntry, table
+    from ring_flash_attn.kernels.tables import BlockEntry, TileEntry, table
 
     tiles = _tiles(lengths, left)
     made = table(tiles, block, 32, by_key, torch.device("cpu"))
@@ -69,7 +69,7 @@ def test_a_block_walks_from_the_first_tile_it_sees_to_the_last(
     [(128, False), (129, True), (64, True), (65, False), (2496, True), (6401, False)],
 )
 def test_much_work_in_half_blocks(length: int, halves: bool) -> None:
-    from ring_flash_attn.kernels.triton.tables import table
+    from ring_flash_attn.kernels.tables import table
 
     made = table(_tiles([length], None), 128, 128, False, torch.device("cpu"))
     assert made.halves is halves
@@ -78,7 +78,7 @@ def test_much_work_in_half_blocks(length: int, halves: bool) -> None:
 def test_tables_are_made_on_the_host_whatever_the_default_device_is() -> None:
     from ring_flash_attn.kernels.base import Rows
     from ring_flash_attn.kernels.fused_merge import _bits_of
-    from ring_flash_attn.kernels.triton.tables import table
+    from ring_flash_attn.kernels.tables import table
 
     cpu = torch.device("cpu")
     tiles = _tiles([40, 3], None)

@@ -29,7 +29,7 @@ BETWEEN_FAULTS = 60.0  # seconds
 PACKS = {"one device": (1.0, 0.25), "virtual ranks": (0.1, 0.05)}
 PACKS |= {"a group of 2": (0.05, 0.05), "8 threads": (0.1, 0.05)}
 # Cases of each function in a round; the interpreter is slow, and refusals are quick.
-CASES = {"reference": 10, "auto": 10, "triton": 1, "native": 1}
+CASES = {"reference": 10, "auto": 10, "triton": 1, "native": 1, "cute": 1}
 VIRTUAL_BATCHES = 12
 
 HEAD = """# PYTHONPATH=tests:tests/helpers .venv/bin/python reproduce.py

@@ -25,7 +25,7 @@ from .cases import MOST_RANKS, Case, sample_of
 
 SEED = 5  # of the first rank's generator; the others have their own
 PATIENCE = 120.0  # seconds without an answer of any rank after which a call hangs
-REFUSING = ("native",)  # kernels that are not there on a CPU, or cannot do every call
+REFUSING = ("native", "cute")  # kernels that are not there on a CPU, or cannot do every call
 
 # Of max|a − b| over the larger of max|b| and `_floors`.
 TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "float16": 2e-3, "bfloat16": 1.5e-2}

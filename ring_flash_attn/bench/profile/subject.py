@@ -54,7 +54,7 @@ class Subject:
             ranks = LibraryRanks(self.workload, self.placement, self.device)
             rank = ranks.rank(self.rank, self.placement.link)
             return rank.both if self.grad else rank.forward
-        attention = find_implementation(self.placement.kernel, *call).make(*call)
+        attention = find_implementation(self.placement.kernel, *call, self.grad).make(*call)
         return make_works(attention, Inputs(*call, self.grad))[self.passes[-1]]
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def make_subject(
         for name, value in (("rank", rank), ("layout", layout), ("route", route), ("link", link)):
             if value is not None:
                 raise ValueError(f"{name} {value!r} needs a world_size of 2 or more")
-        chosen = choose_kernel(kernel, call_of(workload, device)).name
+        chosen = choose_kernel(kernel, call_of(workload, device, grad=grad)).name
         return Subject(workload, replace(placement, kernel=chosen), device, 0, grad)
     workload = replace(workload, seqlen=workload.seqlen * world_size)
     placement = check_replay(workload, placement, device)

@@ -66,12 +66,14 @@ def choose_targets(
     routes: Sequence[str] = (),
     kernels: Sequence[str] = (AUTO,),
     versus: str = "",
+    grad: bool = True,
 ) -> list[Target]:
     """Functions, each with its workload, and its placement with the kernel that it gets.
 
     By default one for each layout and route; those that cannot run come last. The workload is of
     functions for batches; packed ones get as many documents, or `cu_seqlens`, which may have been
-    `drawn`. The others are compared with the kernel `versus`, if there is one.
+    `drawn`. The others are compared with the kernel `versus`, if there is one. `grad`: kernels
+    have to do the backward pass, too.
 
     Raises:
         ValueError: an unknown name, an option without effect, or documents that no function takes.
@@ -106,7 +108,7 @@ def choose_targets(
         for each, kernel in tried:
             target = Target(each, own, replace(point, kernel=kernel))
             try:
-                target = replace(target, placement=resolve(own, target.placement, device))
+                target = replace(target, placement=resolve(own, target.placement, device, grad))
             except NotImplementedError as error:
                 target = replace(target, refused=str(error))
             who = each.name if each.prefix else f"--kernel {kernel}"

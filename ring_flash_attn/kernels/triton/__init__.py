@@ -1,7 +1,7 @@
 """The Triton kernel: every feature, on NVIDIA from Ampere on and on AMD, in plain portable Triton.
 
 Read in this order: `scores.py` (what happens to a block of scores), `forward.py`, `backward.py`,
-`tables.py` (how one launch covers many documents), `config.py` (block sizes),
+`../tables.py` (how one launch covers many documents), `config.py` (block sizes),
 `launcher.py`, and the class here. `tuning.py` is for `rfa tune` alone.
 """
 
@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from ...plan.tiles import Tile
+from .. import row_stats
 from ..base import Call, Grads, Saved, State
-from .backward import delta_kernel, keys_kernel, queries_kernel, stats_kernel
+from ..launches import INTERPRETED, launch_plain
+from ..tables import table
+from .backward import keys_kernel, queries_kernel, stats_kernel
 from .config import DTYPES, blocks_for, own_and_loop
 from .forward import forward_kernel
 from .hopper import host as hopper
-from .launcher import INTERPRETED, fit, launch, launch_plain, power_of_2
-from .tables import table
+from .launcher import fit, launch
 
 MAX_HEADDIM = 256
-_DELTA_ROWS, _ROWS = 32, 256  # of a program of the two small kernels
+_ROWS = 256  # of a program of the small kernel
 
 
 class TritonKernel:
@@ -63,17 +65,7 @@ class TritonKernel:
 
     def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
         """(batch, nheads, seqlen_q): the sum of dout · out."""
-        batch, length, nheads, dv = out.shape
-        delta = torch.empty((batch, nheads, length), dtype=torch.float32, device=out.device)
-        count = -(-length // _DELTA_ROWS)
-        strides = (*out.stride()[:3], *dout.stride())
-        launch_plain(
-            delta_kernel,
-            count * batch * nheads,
-            (out, dout, delta),
-            (length, nheads, dv, count, *strides, _DELTA_ROWS, power_of_2(dv)),
-        )
-        return delta
+        return row_stats.delta(dout, out)
 
     def backward(
         self,
@@ -93,7 +85,7 @@ class TritonKernel:
         if saved.out is not None:
             saved = Saved(saved.lse, self.delta(dout, saved.out, call))
         inputs = fit(q), fit(k), fit(v), fit(dout)
-        stats = row_stats(saved, call)
+        stats = stats_side_by_side(saved, call)
         launch_backward("keys", inputs, (stats, grads.dk, grads.dv), tiles, call, grads.fresh_k)
         launch_backward("queries", inputs, (stats, grads.dq), tiles, call, grads.fresh_q)
 
@@ -137,7 +129,7 @@ def launch_backward(
     Args:
         name: "keys" or "queries".
         inputs: q, k, v, dout.
-        others: what `row_stats` returns, and the gradients: dk and dv, or dq.
+        others: what `stats_side_by_side` returns, and the gradients: dk and dv, or dq.
         tiles: what to compute.
         call: the call.
         fresh: write gradients rather than add to them.
@@ -160,7 +152,7 @@ def launch_backward(
     )
 
 
-def row_stats(saved: Saved, call: Call) -> Tensor:
+def stats_side_by_side(saved: Saved, call: Call) -> Tensor:
     """(batch, nheads, seqlen_q, 2): what the backward kernels read of each row."""
     batch, nheads, length = saved.lse.shape
     stats = torch.empty((batch, nheads, length, 2), dtype=torch.float32, device=call.device)

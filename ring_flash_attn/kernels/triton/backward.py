@@ -14,9 +14,9 @@ user's dtype, if there is a single launch). Always deterministic.
 import triton
 import triton.language as tl
 
+from ..row_stats import stats_of_rows
 from .scores import (
     ANY_NUMBER,
-    LOG2E,
     block_entry,
     dot,
     finish_scores,
@@ -28,62 +28,6 @@ from .scores import (
     spread,
     tile_entry,
 )
-
-
-@triton.jit
-def rows_of_pair(length, nheads, count, BLOCK: tl.constexpr):
-    """A program's pair of batch and head, these, rows, and which of them there are."""
-    pair = tl.program_id(0) // count
-    batch, head = (pair // nheads).to(tl.int64), (pair % nheads).to(tl.int64)
-    rows = (tl.program_id(0) % count * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    return pair.to(tl.int64), batch, head, rows, rows < length
-
-
-@triton.jit
-def delta_of_rows(
-    out_ptr, dout_ptr, length, nheads, dv, count, o_batch, o_row, o_head, g_batch, g_row, g_head,
-    g_last, BLOCK: tl.constexpr, DV: tl.constexpr,
-):
-    """What `rows_of_pair` has, and delta = sum of dout · out."""
-    pair, batch, head, rows, mask = rows_of_pair(length, nheads, count, BLOCK)
-    depth = tl.arange(0, DV)
-    there = mask[:, None] & (depth < dv)[None, :]
-    out_ptr += batch * o_batch + head * o_head + rows[:, None] * o_row
-    dout_ptr += batch * g_batch + head * g_head + rows[:, None] * g_row
-    out = tl.load(out_ptr + depth[None, :], mask=there, other=0.0)
-    dout = tl.load(dout_ptr + depth[None, :] * g_last, mask=there, other=0.0)
-    return pair, batch, head, rows, mask, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-
-
-@triton.jit(do_not_specialize=ANY_NUMBER)
-def delta_kernel(
-    out_ptr, dout_ptr, delta_ptr, length, nheads, dv, count, o_batch, o_row, o_head, g_batch,
-    g_row, g_head, g_last, BLOCK: tl.constexpr, DV: tl.constexpr,
-):
-    """delta of BLOCK rows of one head; (batch, nheads, length)."""
-    pair, _, _, rows, mask, delta = delta_of_rows(
-        out_ptr, dout_ptr, length, nheads, dv, count, o_batch, o_row, o_head, g_batch, g_row,
-        g_head, g_last, BLOCK, DV,
-    )
-    tl.store(delta_ptr + pair * length + rows, delta, mask=mask)
-
-
-@triton.jit
-def lse_in_base_2(lse):
-    """+inf where no key was seen, so that p = 0."""
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-
-
-@triton.jit
-def stats_of_rows(
-    lse_ptr, delta_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head, e_row,
-    BLOCK: tl.constexpr,
-):
-    """A program's pair of batch and head, rows, which there are, lse in base 2, and delta."""
-    pair, batch, head, rows, mask = rows_of_pair(length, nheads, count, BLOCK)
-    lse = tl.load(lse_ptr + batch * l_batch + head * l_head + rows * l_row, mask=mask)
-    delta = tl.load(delta_ptr + batch * e_batch + head * e_head + rows * e_row, mask=mask)
-    return pair, rows, mask, lse_in_base_2(lse), delta
 
 
 @triton.jit(do_not_specialize=ANY_NUMBER)

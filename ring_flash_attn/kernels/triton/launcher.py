@@ -1,33 +1,20 @@
-"""Launching: tensors as matrices, and arguments that are worked out once and kept.
-
-Triton looks at every argument of every launch to find the compiled kernel: some 60 of them, again
-and again the same but for the addresses. So the first launch of a kind goes through Triton, and
-later ones take the compiled kernel and its arguments from a cache and exchange the tensors.
-"""
+"""Launching the portable kernels: tensors as matrices, and a kernel's arguments in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...cache import Cache
 from ..base import Call
 from ..dropout import threshold
+from ..launches import INTERPRETED, again, first, power_of_2
+from ..scheduler import section
+from ..tables import Table
 from .config import Blocks, has_tma
-from .forward import forward_kernel
-from .tables import Table
-
-INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)  # decided when triton is imported
-_KEPT = 512  # launches; each is a list of some 60 numbers
-_PROGRAMS = 8  # for each processor in a section: four times what runs at once
 
 
 class Matrix:
@@ -72,56 +59,6 @@ def fit(x: Tensor) -> Tensor:
     batch, row, head, last = x.stride()
     fits = row == 0 or ((batch % row == 0 or batch < row) and (head % row == 0 or head < row))
     return x if fits and last == 1 else x.contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A launch that was made before.
-
-    Attributes:
-        run: launches the compiled kernel with all of its arguments.
-        arguments: those of the first time, without its tensors.
-        descriptors: so many of the tensors, the first ones, are passed as TMA descriptors.
-        work: the table, if any; kept alive, since the cache goes by its identity.
-    """
-
-    run: Callable[..., None]
-    arguments: tuple[Any, ...]
-    descriptors: int
-    work: Table | None
-
-    def again(self, tensors: Sequence[Tensor]) -> None:
-        """With other tensors of the same shapes and strides."""
-        arguments = list(self.arguments)
-        arguments[: len(tensors)] = tensors
-        for i in range(self.descriptors):
-            arguments[i] = _with_base(arguments[i], self.arguments[i])
-        self.run(*arguments)
-
-
-def _with_base(x: Tensor | None, other: Any) -> Any:
-    """The other's descriptor for x, unchecked."""
-    descriptor = object.__new__(type(other))
-    descriptor.__dict__.update(other.__dict__, base=x)
-    return descriptor
-
-
-def power_of_2(x: int) -> int:
-    """The next one; Triton's own function takes several microseconds."""
-    return 1 << (x - 1).bit_length()
-
-
-_HERE: AbstractContextManager[None] = nullcontext()
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes it the current device, on which Triton launches; free if it is."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return _HERE
-    return torch.cuda.device(device)
-
-
-_launches: Cache[tuple[object, ...], _Launch] = Cache(_KEPT)
 
 
 def launch(
@@ -169,55 +106,6 @@ def launch(
     pairs = tensors[0].shape[0] * nheads
     grid = (len(work.blocks) * pairs, 1, 1)  # one axis: the others end at 65535
     first(key, kernel, grid, arguments, len(tensors), options, work)
-
-
-def launch_plain(
-    kernel: Any, programs: int, tensors: Sequence[Tensor], numbers: tuple[int, ...]
-) -> None:
-    """Launch a kernel that takes pointers, and then numbers."""
-    if programs == 0:
-        return
-    kinds = [(x.dtype, x.data_ptr() % 16) for x in tensors]
-    key = (kernel, programs, tensors[0].device, *kinds, *numbers)
-    if not again(key, tensors):
-        first(key, kernel, (programs, 1, 1), [*tensors, *numbers], len(tensors), {}, None)
-
-
-def again(key: tuple[object, ...], tensors: Sequence[Tensor]) -> bool:
-    """Launch what was launched before; False if it was not."""
-    found = _launches.get(key)
-    if found is None:
-        return False
-    with on_device(tensors[0].device):
-        found.again(tensors)
-    return True
-
-
-def first(
-    key: tuple[object, ...],
-    kernel: Any,
-    grid: tuple[int, int, int],
-    arguments: list[Any],
-    tensors: int,
-    options: dict[str, Any],
-    work: Table | None,
-) -> None:
-    """Launch through Triton, and remember; the first `tensors` arguments are tensors."""
-    with on_device(_base(arguments[0]).device):
-        compiled = kernel[grid](*arguments, **options)
-    if INTERPRETED:
-        return
-    kept, descriptors = list(arguments), 0
-    for i in range(tensors):  # the cache does not keep tensors alive
-        is_descriptor = not isinstance(kept[i], Tensor)
-        kept[i] = _with_base(None, kept[i]) if is_descriptor else None
-        descriptors += is_descriptor
-    _launches.add(key, _Launch(compiled[grid], tuple(kept), descriptors, work))
-
-
-def _base(x: Any) -> Tensor:
-    base: Tensor = x if isinstance(x, Tensor) else x.base
-    return base
 
 
 def _arguments(
@@ -281,21 +169,3 @@ def _arguments(
     if blocks.registers and not INTERPRETED:
         options["maxnreg"] = blocks.registers
     return arguments + [constants[name] for name in names], options
-
-
-def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
-    """How many pairs of batch and head are under way together; see `place` in `scores.py`."""
-    sharing = nheads // call.nheads_k  # those with the same keys and values
-    if work.level:  # whatever comes last takes as long: there is nothing to win but the cache
-        return sharing
-    wanted = -(-_PROGRAMS * processors(call.device) // len(work.blocks))
-    return min(pairs, -(-wanted // sharing) * sharing)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """How many SMs it has."""
-    if device.type != "cuda":
-        return 1
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count

@@ -9,8 +9,8 @@ natural.
 import triton
 import triton.language as tl
 
-from . import tables
-from .tables import BlockEntry, TileEntry
+from .. import tables
+from ..tables import BlockEntry, TileEntry
 
 # Arguments that change from call to call and whose divisibility helps nobody: one kernel for all.
 ANY_NUMBER = [

@@ -22,7 +22,8 @@ from triton.errors import TritonError
 from ...plan.layout import Span
 from ...plan.tiles import Mask, make_tiles
 from ..base import Call, Saved, State
-from . import KERNEL, launch_backward, launch_forward, row_stats
+from ..device_cache import on_device
+from . import KERNEL, launch_backward, launch_forward, stats_side_by_side
 from .config import (
     FORMAT,
     KERNELS,
@@ -34,7 +35,6 @@ from .config import (
     read_tuned,
     using,
 )
-from .launcher import on_device
 
 GAIN = 0.03  # of the time, at least, for the default to be given up
 _HEADS, _HARD_HEADS = (32, 8), (2, 1)  # of queries and keys
@@ -291,7 +291,7 @@ def _trials(call: Call, seqlen: int, fresh: bool) -> dict[str, Trial]:
     trials = {"forward": Trial(forward, (out, lse), start)}
     default = default_blocks("forward", limit_of(call.headdim), call.dtype, device)
     result, its_lse = trials["forward"].results(default)
-    stats = row_stats(Saved(its_lse[..., 0], KERNEL.delta(dout, result, call)), call)
+    stats = stats_side_by_side(Saved(its_lse[..., 0], KERNEL.delta(dout, result, call)), call)
 
     def backward(kernel: str, into: tuple[Tensor, ...], blocks: Blocks) -> None:
         with using(kernel, call, blocks):

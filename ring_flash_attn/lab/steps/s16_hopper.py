@@ -13,7 +13,8 @@ In turn they take 3/16; at once, 1/8. That third is what most of this machinery 
 
 1. TMA: copies that nobody waits for
 
-    read    host.py: descriptor, fit
+    read    host.py: descriptor
+    read    ../../tma.py: fit, tma_strides
     read    forward.py: produce, load_tile, inside
 
 A tensor descriptor tells the Tensor Memory Accelerator a tensor's shape, strides, and the box to
@@ -90,7 +91,7 @@ documents, zigzag and stripe all come down to these two numbers.
 8. Persistent kernels and the tile scheduler
 
     read    primitives.py: TileScheduler, Item, place, first_item, next_item, write_item, read_item
-    read    host.py: counter, free_processors
+    read    ../../scheduler.py: counter, free_processors
 
 There are as many programs as SMs, and each does one work item after the other. The producer takes
 the next number from a counter in memory by an atomic add, looks up block, batch and head, and
@@ -111,7 +112,9 @@ and LAST say whether there is a state to begin with, and whether the output is f
 10. Backward: five products and one sum that is nobody's
 
     read    backward.py: produce, consume, gradients, half_dq, put_dq, add, wait_for_block
-    read    host.py: row_stats, split, ordered_backward
+    read    host.py: ordered_backward
+    read    ../../row_stats.py: row_stats
+    read    ../../scheduler.py: split
 
 A work item is 128 keys, so dK and dV stay in registers, over all query heads of the group (step
 10). Scores are computed transposed, (keys, queries): p and ds are then left operands in registers,
@@ -138,7 +141,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "triton" / "hopper"
 FLOPS, POWERS = 4096, 16  # of an SM in a clock: dense products in bf16, powers of two
-_SECTION = re.compile(r"^(\d+\. .+)$|^    read +(\w+\.py): (.+)$", re.MULTILINE)
+_SECTION = re.compile(r"^(\d+\. .+)$|^    read +([\w./]+\.py): (.+)$", re.MULTILINE)
 
 
 def clocks(d: int, queries: int = 64, keys: int = 128) -> tuple[float, float]:

@@ -14,23 +14,18 @@ from torch import Tensor
 
 from ....plan.tiles import Tile
 from ...base import Call, Grads, Saved, State
-from ...device_cache import capturing, stream_handle
-from ..launcher import INTERPRETED, again, first, launch_plain, power_of_2, processors, section
-from ..tables import Table, table
-from .parts import parts_kernel
-from .stats import prepare_kernel, stats_kernel
+from ...grad_parts import add_up, make_parts
+from ...launches import INTERPRETED, again, first, power_of_2
+from ...row_stats import row_stats
+from ...scheduler import counter, free_processors, section, split
+from ...tables import Table, table
+from ...tma import fit, tma_strides
 
-VARIABLE, MARGIN = "RFA_HOPPER", "RFA_SM_MARGIN"
+VARIABLE = "RFA_HOPPER"
 _MAX_HEADDIM = 256
 _HALF = 64  # rows of a consumer
 _PIECE = 64  # columns of dQ that are added at once, where heads are wide
-_COPIES = 4  # of what is known of rows
-_COUNTERS = 1024  # launches of captured graphs whose counters need not be set to zero
 _REGISTERS = 168  # of a thread when a kernel begins; groups of warps exchange them later
-_ROWS = 256  # of a program of the small kernel
-_LONGEST = 1.25  # of a program's share of the work: longer pieces are split
-_SUMMED = 512  # numbers of a program that adds up parts
-_NUMBERS = 8192  # of out, of a program of the one that prepares the backward pass
 
 
 class Sizes(NamedTuple):
@@ -242,7 +237,7 @@ def _by_keys(
     parts = split(work, q.shape[0], call)
     found = [grads.dk, grads.dv]
     if parts > 1:
-        found = [_parts(grad, parts, grads.fresh_k) for grad in found]
+        found = [make_parts(grad, parts, work.rows) for grad in found]
     lse, delta = stats
     rows = sizes.block
     launch(
@@ -277,37 +272,7 @@ def _by_keys(
     )
     if parts > 1:
         for grad, each in zip((grads.dk, grads.dv), found, strict=True):
-            _add_up(each, grad, grads.fresh_k)
-
-
-def split(work: Table, batch: int, call: Call) -> int:
-    """Into how many parts a group of query heads goes, so that there is work for all programs.
-
-    As few as it takes for none to be much longer than a program's share. As parts are added up one
-    by one, results depend on it: so not on how many processors are left to others.
-    """
-    group = call.nheads // call.nheads_k
-    share = batch * call.nheads_k * work.total / processors(call.device)
-    parts = (n for n in range(1, group) if group % n == 0 and work.longest <= n * _LONGEST * share)
-    return next(parts, group)
-
-
-def _parts(grad: Tensor, parts: int, fresh: bool) -> Tensor:
-    """Where parts of dK or dV go; zeros where there may be keys that no tile names."""
-    batch, rows, nheads_k, d = grad.shape
-    make = torch.empty if fresh else torch.zeros
-    return make(batch, rows, nheads_k * parts, d, dtype=torch.float32, device=grad.device)
-
-
-def _add_up(parts: Tensor, grad: Tensor, fresh: bool) -> None:
-    """Their sum, written to a gradient or added to it."""
-    batch, rows, nheads_k, d = grad.shape
-    width = power_of_2(d)
-    block = _SUMMED // width
-    count = batch * rows * nheads_k
-    numbers = (count, rows, nheads_k, d, *grad.stride()[:3])
-    constants = (parts.shape[2] // nheads_k, block, width, fresh)
-    launch_plain(parts_kernel, -(-count // block), (parts, grad), (*numbers, *constants))
+            add_up(each, grad, grads.fresh_k)
 
 
 def backward_sizes(d: int, dv: int, softcap: bool) -> Sizes:
@@ -319,43 +284,6 @@ def backward_sizes(d: int, dv: int, softcap: bool) -> Sizes:
 def added(d: int, rows: int) -> tuple[int, int]:
     """Rows and columns of dQ that are added to memory at a time, of a block of so many rows."""
     return (_HALF, d) if rows > _HALF else (rows, min(d // 2, _PIECE))
-
-
-def row_stats(saved: Saved, dout: Tensor, dq: Tensor | None) -> tuple[Tensor, Tensor]:
-    """lse in base 2, +inf where no key was seen, and delta: (batch, head, copy, row).
-
-    TMA begins at multiples of 16 bytes, blocks at any row: so there are four, and the n-th
-    begins at row n. Sets dq to zero if there is one.
-    """
-    batch, nheads, length = saved.lse.shape
-    wide = -(-length // _COPIES) * _COPIES
-    shape = (2, batch, nheads, _COPIES, wide)
-    stats = torch.empty(shape, dtype=torch.float32, device=saved.lse.device)
-    if saved.out is not None:
-        prepare(saved.out, dout, saved.lse, stats, dq)
-        return stats[0], stats[1]
-    if dq is not None:
-        dq.zero_()
-    count = -(-length // _ROWS)
-    strides = (*saved.lse.stride(), *saved.delta.stride())
-    numbers = (length, wide, nheads, count, *strides, _COPIES, _ROWS)
-    tensors = (saved.lse, saved.delta, stats[0], stats[1])
-    launch_plain(stats_kernel, count * batch * nheads, tensors, numbers)
-    return stats[0], stats[1]
-
-
-def prepare(out: Tensor, dout: Tensor, lse: Tensor, stats: Tensor, dq: Tensor | None) -> None:
-    """What `row_stats` does, delta included, in one launch."""
-    zeros = out if dq is None else dq
-    batch, length, nheads, d = zeros.shape
-    dv = out.shape[-1]
-    widths = power_of_2(d), power_of_2(dv)
-    rows = _NUMBERS // max(widths)
-    count = -(-length // rows)
-    strides = (*out.stride()[:3], *dout.stride(), *lse.stride(), *zeros.stride()[:3])
-    numbers = (length, stats.shape[-1], nheads, d, dv, count, *strides, _COPIES, rows, *widths)
-    tensors = (out, dout, lse, stats[0], stats[1], zeros)
-    launch_plain(prepare_kernel, count * batch * nheads, tensors, (*numbers, dq is not None))
 
 
 def launch(
@@ -427,48 +355,6 @@ def launch(
     first(key, kernel, (programs, 1, 1), arguments, len(tensors), options, work)
 
 
-@cache
-def free_processors(device: torch.device) -> int:
-    """All SMs but those left to others, such as NCCL's kernels."""
-    value, count = os.environ.get(MARGIN, "0"), processors(device)
-    if not value.isdecimal() or int(value) >= count:
-        raise ValueError(f"{MARGIN} must be less than {device}'s {count} processors, not {value!r}")
-    return count - int(value)
-
-
-def counter(device: torch.device) -> Tensor:
-    """A zero, which the kernel that gets it leaves behind as one.
-
-    Kernels that run at the same time get different ones: every stream has its own, and so has
-    every launch of a captured graph, which may run at any time. It is zero already, unless there
-    are no more of these, or none yet: then the graph sets one to zero.
-    """
-    if capturing(device):
-        spare = _spare.get(device)
-        return spare.pop() if spare else torch.zeros(1, dtype=torch.int32, device=device)
-    return _counter(device, stream_handle(device))
-
-
-@cache
-def _counter(device: torch.device, stream: int) -> Tensor:
-    if device not in _spare:  # a blocking copy: no stream has to wait for it
-        zeros = torch.zeros(_COUNTERS, 4, dtype=torch.int32, device="cpu").to(device)
-        _spare[device] = list(zeros[:, :1].unbind())  # 16 bytes apart
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-_spare: dict[torch.device, list[Tensor]] = {}  # for graphs that are to be captured
-
-
-def fit(x: Tensor) -> Tensor:
-    """The tensor, or a copy if TMA cannot read it."""
-    size = x.element_size()
-    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    for length, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        fits = fits and (length == 1 or (stride > 0 and stride * size % 16 == 0))
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
 def descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
     """For TMA: of (batch, row, head, d) rows of one head, else of the last dimensions."""
     from .gluon import TensorDescriptor, gl
@@ -478,8 +364,4 @@ def descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
     whole = [1] * (x.dim() - len(block)) + list(block)
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
     layout = gl.NVMMASharedLayout.get_default_for(whole, kinds[x.dtype])
-    # The stride of a single batch or head may be anything, but is checked all the same.
-    strides = [
-        stride if length > 1 else 64 for length, stride in zip(x.shape, x.stride(), strict=True)
-    ]
-    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], whole, layout)
+    return TensorDescriptor(x, list(x.shape), [*tma_strides(x), 1], whole, layout)

@@ -4,8 +4,8 @@
 
 from typing import Any, NamedTuple
 
-from .. import tables
-from ..tables import BlockEntry, TileEntry
+from ... import tables
+from ...tables import BlockEntry, TileEntry
 from .gluon import fence_async_shared, gl, gluon, load_numbers, mbarrier
 
 # Arguments whose divisibility helps nobody: one kernel for all.

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...plan.layout import Span
-from ...plan.tiles import Tile
-from ..device_cache import DeviceCache, to_device
+from ..plan.layout import Span
+from ..plan.tiles import Tile
+from .device_cache import DeviceCache, to_device
 
 FIRST, LAST = 1, 2  # flags of a block
 
@@ -68,6 +68,7 @@ class Table:
         longest, total: what the first program, which has most to do, and all together do: rows of
             the other side.
         halves: much of the work is in blocks that have no more than half of their rows.
+        rows: of all blocks: those that tiles name.
     """
 
     blocks: Tensor
@@ -77,6 +78,7 @@ class Table:
     longest: int
     total: int
     halves: bool
+    rows: int
 
     @property
     def level(self) -> bool:
@@ -143,6 +145,7 @@ def _build(
         max(work),
         sum(work),
         in_halves * _MUCH > sum(work),
+        sum(entry.rows for entry in blocks),
     )
 
 

@@ -1,0 +1,87 @@
+"""The CuTe DSL kernel for Hopper: every feature of a step's forward pass, in one launch.
+
+Read in this order: `primitives.py` (registers, barriers, the tile scheduler), `scores.py` (what
+happens to a block of scores), `forward.py` (the schedule), `producer.py`, `consumer.py`, `sizes.py`
+(blocks for each head dimension), `compiled.py` and `stored.py` (compiled kernels, on disk too),
+`host.py` (launching), and the class here. `traits.py` has the names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from ...plan.tiles import Tile
+from ..base import Call, Grads, Saved, State
+from . import host
+
+_BACKWARD = f"{__name__}.backward_host"
+_NO_BACKWARD = "it has no backward pass yet: compute without gradients, or choose another kernel"
+
+
+class CuteKernel:
+    """One launch for the forward of a step."""
+
+    name = "cute"
+    direct = True
+
+    def why_not(self, call: Call) -> list[str]:
+        """Device, dtype and head dimension decide; and whether there will be a backward pass."""
+        reasons = host.why_not(call)
+        if call.needs_grad:
+            backward = _backward()
+            reasons += [backward] if isinstance(backward, str) else backward.why_not(call)
+        return reasons
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], state: State, call: Call
+    ) -> None:
+        """Advance `state` by the keys of `tiles`, in one launch."""
+        host.forward(q, k, v, tiles, state, call)
+
+    def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
+        """(batch, nheads, seqlen_q): the sum of dout · out."""
+        found: Tensor = self._needed().delta(dout, out, call)
+        return found
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Sequence[Tile],
+        saved: Saved,
+        grads: Grads,
+        call: Call,
+    ) -> None:
+        """Add the gradients that `tiles` contribute to `grads`."""
+        self._needed().backward(dout, q, k, v, tiles, saved, grads, call)
+
+    def _needed(self) -> Any:
+        """What has the backward pass; calls that need it are refused before, by `why_not`."""
+        backward = _backward()
+        if isinstance(backward, str):
+            raise NotImplementedError(f"kernel {self.name!r}: {backward}")
+        return backward
+
+
+@cache
+def _backward() -> Any:
+    """The module with `why_not`, `delta` and `backward`; or why there is none."""
+    if importlib.util.find_spec(_BACKWARD) is None:
+        return _NO_BACKWARD
+    try:
+        return importlib.import_module(_BACKWARD)
+    except ModuleNotFoundError as missing:  # small kernels of its backward pass are Triton's
+        if missing.name != "triton":
+            raise
+        return "its backward pass needs triton, which is not installed: `pip install triton`"
+
+
+KERNEL = CuteKernel()

@@ -1,0 +1,86 @@
+"""Compiled kernels, in this process and on disk.
+
+A kernel is compiled when a call first needs it, in some ten seconds, and its object file is stored,
+so that other processes load it instead (`stored.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from . import stored
+from .backward import Backward
+from .forward import Forward
+from .traits import BackwardTraits, Traits
+
+_FORWARD = 11, 11, 18  # addresses, sizes and strides: see `Forward.__call__`
+_BACKWARD = 14, 13, 21
+
+
+@cache
+def forward_kernel(traits: Traits) -> Callable[..., None]:
+    """What launches the kernel; it takes numbers, in the order of `Forward.__call__`."""
+    return load_or_compile("forward", traits, lambda: compile_forward(traits))
+
+
+@cache
+def backward_kernel(traits: BackwardTraits) -> Callable[..., None]:
+    """The same, in the order of `Backward.__call__`."""
+    return load_or_compile("backward", traits, lambda: compile_backward(traits))
+
+
+def load_or_compile(name: str, traits: object, compiles: Callable[[], Any]) -> Callable[..., None]:
+    """The kernel `name` for these traits: from its object file, or compiled now and stored."""
+    path, function = stored.path_of(name, traits), f"rfa_{name}"
+    if path is not None and path.exists():
+        loaded = _load(path, function)
+        if loaded is not None:
+            return loaded
+    compiled = compiles()
+    if path is not None:
+        stored.store(path, lambda file: compiled.export_to_c(str(file), function))
+    return cast(Callable[..., None], compiled)
+
+
+def _load(path: Path, function: str) -> Callable[..., None] | None:
+    """What was stored; None if it cannot be loaded, so that it is compiled and stored again."""
+    try:
+        module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+        loaded: Callable[..., None] = getattr(module, function)
+    except Exception:  # anything: a file that was cut off, or is gone by now
+        return None
+    return loaded
+
+
+def compile_forward(traits: Traits, options: str = "") -> Any:
+    """Compile, whatever is on disk."""
+    return _compile(Forward(traits), _FORWARD, options)
+
+
+def compile_backward(traits: BackwardTraits, options: str = "") -> Any:
+    """The same."""
+    return _compile(Backward(traits), _BACKWARD, options)
+
+
+def _compile(kernel: Any, counts: tuple[int, int, int], options: str) -> Any:
+    """With numbers that stand for any."""
+    addresses, sizes, strides = counts
+    arguments = [
+        *[Int64(16)] * addresses,
+        *[Int32(1)] * sizes,
+        *[Int64(64)] * strides,
+        Float32(1.0),
+        Float32(1.0),
+        Int32(0),
+        Float32(1.0),
+        Int32(0),
+        cute.runtime.make_fake_stream(),
+    ]
+    wanted = f"--enable-tvm-ffi --gpu-arch {stored.ARCH} {options}"
+    return cute.compile(kernel, *arguments, options=wanted)

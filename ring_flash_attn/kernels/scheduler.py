@@ -1,0 +1,81 @@
+"""What tile schedulers need on the host: how many programs, in which order, which counter."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .base import Call
+from .device_cache import capturing, stream_handle
+from .tables import Table
+
+MARGIN = "RFA_SM_MARGIN"
+_PROGRAMS = 8  # for each processor in a section: four times what runs at once
+_COUNTERS = 1024  # launches of captured graphs whose counters need not be set to zero
+_LONGEST = 1.25  # of a program's share of the work: longer pieces are split
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many SMs it has."""
+    if device.type != "cuda":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@cache
+def free_processors(device: torch.device) -> int:
+    """All SMs but those left to others, such as NCCL's kernels."""
+    value, count = os.environ.get(MARGIN, "0"), processors(device)
+    if not value.isdecimal() or int(value) >= count:
+        raise ValueError(f"{MARGIN} must be less than {device}'s {count} processors, not {value!r}")
+    return count - int(value)
+
+
+def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
+    """How many pairs of batch and head are under way together; see `place` in the kernels."""
+    sharing = nheads // call.nheads_k  # those with the same keys and values
+    if work.level:  # whatever comes last takes as long: there is nothing to win but the cache
+        return sharing
+    wanted = -(-_PROGRAMS * processors(call.device) // len(work.blocks))
+    return min(pairs, -(-wanted // sharing) * sharing)
+
+
+def split(work: Table, batch: int, call: Call) -> int:
+    """Into how many parts a group of query heads goes, so that there is work for all programs.
+
+    As few as it takes for none to be much longer than a program's share. As parts are added up one
+    by one, results depend on it: so not on how many processors are left to others.
+    """
+    group = call.nheads // call.nheads_k
+    share = batch * call.nheads_k * work.total / processors(call.device)
+    parts = (n for n in range(1, group) if group % n == 0 and work.longest <= n * _LONGEST * share)
+    return next(parts, group)
+
+
+def counter(device: torch.device) -> Tensor:
+    """A zero, which the kernel that gets it leaves behind as one.
+
+    Kernels that run at the same time get different ones: every stream has its own, and so has
+    every launch of a captured graph, which may run at any time. It is zero already, unless there
+    are no more of these, or none yet: then the graph sets one to zero.
+    """
+    if capturing(device):
+        spare = _spare.get(device)
+        return spare.pop() if spare else torch.zeros(1, dtype=torch.int32, device=device)
+    return _counter(device, stream_handle(device))
+
+
+@cache
+def _counter(device: torch.device, stream: int) -> Tensor:
+    if device not in _spare:  # a blocking copy: no stream has to wait for it
+        zeros = torch.zeros(_COUNTERS, 4, dtype=torch.int32, device="cpu").to(device)
+        _spare[device] = list(zeros[:, :1].unbind())  # 16 bytes apart
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+_spare: dict[torch.device, list[Tensor]] = {}  # for graphs that are to be captured

@@ -1,0 +1,196 @@
+"""The CuTe DSL backward as machine code for sm_90a, and what its products read."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from machine_code import Code, compilers, read_nvidia
+from wgmma_operands import Ptx, element, line_of, swizzled
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("cutlass", "tvm_ffi", "triton")
+]
+
+ADDED = {"fresh": False, "rounded": False, "short": True, "even": False}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel; flags that differ from those of a plain call."""
+
+    d: int
+    dv: int = 0
+    flags: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
+
+    def __str__(self) -> str:
+        return "-".join([f"{self.d}-{self.dv or self.d}", *map(str, self.flags)])
+
+
+PLAIN = [Case(64), Case(80), Case(96), Case(128), Case(192, 128)]
+FEATURES = [
+    *(Case(each.d, each.dv, ADDED) for each in PLAIN),
+    *(Case(each.d, each.dv, {"softcap": True}) for each in PLAIN),
+    *(Case(each.d, each.dv, {"alibi": True}) for each in PLAIN),
+    *(Case(each.d, each.dv, {"dropout": True}) for each in PLAIN),
+    Case(128, flags={"softcap": True, "alibi": True, "dropout": True, **ADDED}),
+    Case(128, flags={"dtype": "fp16"}),
+    Case(128, flags={"dq": False}),
+    Case(128, 64),
+]
+CASES = PLAIN + FEATURES
+
+
+def _compile(case: Case) -> tuple[Code, str]:
+    os.environ["CUTE_DSL_ARCH"] = "sm_90a"
+    from ring_flash_attn.kernels.cute.compiled import compile_backward
+    from ring_flash_attn.kernels.cute.sizes import backward_sizes
+    from ring_flash_attn.kernels.cute.traits import BackwardTraits
+
+    d, dv = case.d, case.dv or case.d
+    sizes = backward_sizes(d, dv, bool({"softcap", "alibi", "dropout"} & set(case.flags)))
+    assert sizes is not None
+    traits = BackwardTraits(d=d, dv=dv, **{**sizes._asdict(), **case.flags})
+    with tempfile.TemporaryDirectory() as folder:
+        compile_backward(traits, f"--keep-cubin --keep-ptx --dump-dir {folder}")
+        (cubin,), (ptx,) = (list(Path(folder).glob(f"*.{kind}")) for kind in ("cubin", "ptx"))
+        metadata = SimpleNamespace(shared=traits.shared, tmem_size=0)
+        compiled = SimpleNamespace(asm={"cubin": cubin.read_bytes()}, metadata=metadata)
+        return read_nvidia(compiled), ptx.read_text()
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[tuple[Code, str]]]]:
+    wanted = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
+    with compilers() as pool:
+        yield {str(case): pool.submit(_compile, case) for case in CASES if str(case) in wanted}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "case", [*PLAIN, *(pytest.param(each, marks=pytest.mark.slow) for each in FEATURES)], ids=str
+)
+def test_compiled(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> None:
+    code, _ = compiled[str(case)].result()
+    assert code.shared <= 227 * 1024
+    assert code.registers == 168, "a third of what there is: groups of warps exchange them later"
+    features = {"softcap", "alibi", "dropout"} & set(case.flags)
+    assert code.stack <= (64 if features else 0), "registers that went to memory"
+    assert code.stores <= (2 if len(features) > 1 else 0)
+    assert not code.overwritten
+    assert code.counts["WARPGROUP.ARRIVE"] * 3 < code.counts["HGMMA"], (
+        "products wait for each other"
+    )
+    assert code.counts["UTMALDG"] > 0
+    assert (code.counts["UTMAREDG"] > 0) == case.flags.get("dq", True)
+    assert len(code.loops) == 1, "both consumers run the same code, with and without a mask"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """(rows, columns, stages) in shared memory, from an address on."""
+
+    base: int
+    rows: int
+    columns: int
+    line: int
+
+    def at(self, row: int, column: int, stage: int) -> int:
+        begin = self.base + stage * self.rows * self.columns * 2
+        number = column * 2 // self.line * self.rows + row
+        return swizzled(begin + number * self.line + column * 2 % self.line, self.line)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Some rows and 16 inner columns of what lies in memory, maybe transposed."""
+
+    memory: Memory
+    stage: int
+    row: int
+    rows: int
+    inner: int
+    transposed: bool
+
+    def check(self, descriptor: int) -> None:
+        for i in range(self.rows):
+            for j in range(16):
+                place = self.row + i, self.inner + j
+                place = place[::-1] if self.transposed else place
+                assert element(descriptor, i, j, self.transposed) == self.memory.at(
+                    *place, self.stage
+                )
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_operands(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> None:
+    """Every number that a product reads is the right one, for both consumers, in four blocks."""
+    from ring_flash_attn.kernels.cute.sizes import backward_sizes
+
+    d, dv = case.d, case.dv or case.d
+    sizes = backward_sizes(d, dv, False)
+    assert sizes is not None
+    block, stages, piece = sizes.block, sizes.stages, 32 if d > 128 else sizes.block
+    pieces = block // piece
+    columns = d if block > 64 else -(-d // (32 * pieces)) * 16  # of dQ, computed at a time
+    width = d if block > 64 else 2 * pieces * columns  # of keys
+    q = Memory(1024, piece, d, line_of(d))
+    dout = Memory(q.base + stages * piece * d * 2, piece, dv, line_of(dv))
+    k = Memory(dout.base + stages * piece * dv * 2, 64, width, line_of(columns))
+    v = Memory(k.base + 2 * sizes.items * 64 * width * 2, 64, dv, line_of(dv))
+    ds = Memory(v.base + 2 * 64 * dv * 2, 64, block, 128)
+
+    def operands(name: str, step: int, c: int, n: int, h: int) -> list[Operand]:
+        """Those in shared memory, for 16 inner columns, of consumer c in a piece of block n."""
+        stage, inner = (n * pieces + h) % stages, 16 * step
+        if name in ("S", "dP"):
+            left, right = (k, q) if name == "S" else (v, dout)
+            return [
+                Operand(left, c, 0, 64, inner, False),
+                Operand(right, stage, 0, piece, inner, False),
+            ]
+        if name in ("dV", "dK"):
+            right = dout if name == "dV" else q
+            return [Operand(right, stage, 0, right.columns, inner, True)]
+        half, inner = step // 4, step % 4 * 16
+        row, column = (64 * c, 0) if block > 64 else (0, columns * (c * pieces + h))
+        return [
+            Operand(ds, (n - 1) % 2 * 2 + half, row, 64, inner, True),
+            Operand(k, half, column, columns, inner, True),
+        ]
+
+    ptx = Ptx(compiled[str(case)].result()[1])
+    steps = {"S": d // 16, "dP": dv // 16, "dV": piece // 16, "dQ": 8, "dK": piece // 16}
+    products = iter(ptx.products)  # in the loop, in this order; then the last dQ
+    first, second = ptx.products[0].descriptors
+    blocks = ptx.counters(second)  # of blocks, and of pieces if there are some
+    assert len(blocks) == (1 if pieces == 1 else 2)
+    block_counter = max(blocks, key=lambda each: ptx.value(second, 128, _one(blocks, each)))
+    counters = ptx.counters(first) | blocks
+    for name, count in steps.items():
+        for step in range(count):
+            product = next(products)
+            for c, n, h in itertools.product(range(2), range(4), range(pieces)):
+                known = {**dict.fromkeys(counters, 0), **dict.fromkeys(blocks, h)}
+                known[block_counter] = n
+                found = [ptx.value(x, 128 * (1 + c), known) for x in product.descriptors]
+                wanted = operands(name, step, c, n, h)
+                assert product.columns == wanted[-1].rows
+                for descriptor, each in zip(found, wanted, strict=True):
+                    each.check(descriptor)
+
+
+def _one(counters: set[str], this: str) -> dict[str, int]:
+    """This one is 1, and others are 0."""
+    return {each: int(each == this) for each in counters}
