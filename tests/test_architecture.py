@@ -226,7 +226,7 @@ def loaded_by(statement: str) -> set[str]:
     """Return the top-level packages in sys.modules of a fresh process."""
     script = f"{statement}\nimport sys\nprint(*sorted({{n.split('.')[0] for n in sys.modules}}))"
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600
     )
     return set(result.stdout.split())
 

@@ -205,7 +205,7 @@ def test_a_tool_that_is_not_there_is_named(
 
 def test_the_process_that_tools_look_at() -> None:
     command = child_command(ranks(grad=False), 2)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "2 runs of rank 2 of 3, contiguous × ring × reference\n"
 

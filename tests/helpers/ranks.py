@@ -19,6 +19,7 @@ from typing import Any
 from torch.distributed import TCPStore, init_process_group
 
 _context = multiprocessing.get_context("forkserver")
+_PATIENCE = 600  # seconds: a slow machine is no failure
 
 
 def one_rank() -> dict[str, str]:
@@ -71,7 +72,7 @@ class Ranks:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, body: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, body: Callable[..., Any], *args: Any, timeout: float = _PATIENCE) -> list[Any]:
         """Results of `body(rank, world_size, *args)`, by rank; RuntimeError with all tracebacks."""
         outcomes = self.outcomes(body, *args, timeout=timeout)
         errors = [f"rank {rank}: {value}" for rank, (ok, value) in outcomes.items() if not ok]
@@ -80,7 +81,7 @@ class Ranks:
         return [outcomes[rank][1] for rank in range(self.world_size)]
 
     def outcomes(
-        self, body: Callable[..., Any], *args: Any, timeout: float = 120, grace: float = 10
+        self, body: Callable[..., Any], *args: Any, timeout: float = _PATIENCE, grace: float = 10
     ) -> dict[int, tuple[bool, Any]]:
         """Of each rank (True, result) or (False, what happened), in the order of their answers.
 

@@ -144,7 +144,7 @@ def _both_orders(rank: int, world_size: int) -> float:
 
 
 def test_no_key_too_many_in_any_order(pool: Ranks) -> None:
-    for difference in pool.run(_both_orders, timeout=60):
+    for difference in pool.run(_both_orders):
         assert difference < 5e-3
 
 
@@ -187,13 +187,13 @@ def _with_nan_in_several_tiles(rank: int, world_size: int) -> list[int]:
 
 
 def test_documents_do_not_leak_from_tile_to_tile(pair: Ranks) -> None:
-    for counts in pair.run(_with_nan_in_several_tiles, timeout=120):
+    for counts in pair.run(_with_nan_in_several_tiles):
         assert counts == [0] * 4
 
 
 def test_documents_do_not_leak(pair: Ranks) -> None:
     """Blocks would reach into the next document where they do not divide this one."""
-    for counts in pair.run(_with_nan, timeout=120):
+    for counts in pair.run(_with_nan):
         assert counts == [0] * 36
 
 
@@ -223,7 +223,7 @@ def _with_nan_before(rank: int, world_size: int) -> list[int]:
 
 def test_a_short_document_does_not_leak(pair: Ranks) -> None:
     """Blocks of it reach over its end."""
-    for counts in pair.run(_with_nan_before, timeout=120):
+    for counts in pair.run(_with_nan_before):
         assert counts == [0] * 16
 
 
@@ -244,7 +244,7 @@ def _one_row_alone(rank: int, world_size: int) -> float:
 
 
 def test_no_consumer_goes_beyond_the_last_block(pool: Ranks) -> None:
-    for error in pool.run(_one_row_alone, timeout=60):
+    for error in pool.run(_one_row_alone):
         assert error < 1e-4
 
 
@@ -262,7 +262,7 @@ def _maxima(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
 
 def test_a_maximum_may_come_anywhere(pair: Ranks) -> None:
     """Most blocks are computed with an earlier one, as long as that is right."""
-    for found in pair.run(_maxima, timeout=120):
+    for found in pair.run(_maxima):
         for kind, (error, lse_error) in found.items():
             assert error < 3e-3, (kind, error)
             assert lse_error < 1e-5, (kind, lse_error)
@@ -289,7 +289,7 @@ def _no_maximum_yet(rank: int, world_size: int) -> float:
 
 
 def test_rows_without_a_maximum(pool: Ranks) -> None:
-    for error in pool.run(_no_maximum_yet, timeout=60):
+    for error in pool.run(_no_maximum_yet):
         assert error < 1e-3
 
 
@@ -316,7 +316,7 @@ def _hump_in_a_ring(rank: int, world_size: int) -> tuple[float, float]:
 
 
 def test_a_maximum_may_come_in_a_later_step(pool: Ranks) -> None:
-    for error, lse_error in pool.run(_hump_in_a_ring, timeout=60):
+    for error, lse_error in pool.run(_hump_in_a_ring):
         assert error < 3e-3
         assert lse_error < 1e-5
 
@@ -334,14 +334,14 @@ def _nan_gradients(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def test_nan_is_not_hidden_from_gradients(pair: Ranks) -> None:
-    for found in pair.run(_nan_gradients, timeout=60):
+    for found in pair.run(_nan_gradients):
         assert found == (64, 64)
 
 
 def test_nan_is_not_hidden(pool: Ranks) -> None:
-    for found in pool.run(_nan, timeout=60):
+    for found in pool.run(_nan):
         assert found == (0, 150, 0)
-    for found in pool.run(_nan_in_a_ring, timeout=60):
+    for found in pool.run(_nan_in_a_ring):
         assert found == (51, 51)
 
 
@@ -370,7 +370,7 @@ def _strided(rank: int, world_size: int) -> tuple[int, list[float]]:
 
 
 def test_views_are_not_copied(pool: Ranks) -> None:
-    for copies, (error,) in pool.run(_strided, timeout=60):
+    for copies, (error,) in pool.run(_strided):
         assert copies == 0
         assert error < 4e-3
 
@@ -394,7 +394,7 @@ def _launches_of(rank: int, world_size: int) -> list[list[bool | None]]:
 
 
 def test_nothing_is_added_in_memory_where_the_order_counts(pair: Ranks) -> None:
-    ordered, plain = pair.run(_launches_of, timeout=60)
+    ordered, plain = pair.run(_launches_of)
     assert ordered == [[None, False, None]] * 2
     assert plain == [[None, True]] * 2
 
@@ -410,7 +410,7 @@ def _launches_of_wide_heads(rank: int, world_size: int) -> list[bool | None]:
 
 
 def test_nothing_is_added_in_memory_where_that_is_slower(pair: Ranks) -> None:
-    wide, less = pair.run(_launches_of_wide_heads, timeout=60)
+    wide, less = pair.run(_launches_of_wide_heads)
     assert wide == [None, False, None]
     assert less == [None, True]
 
@@ -433,7 +433,7 @@ def _waits_for_nobody(rank: int, world_size: int) -> str:
 
 
 def test_the_interpreter_notices_a_deadlock(pool: Ranks) -> None:
-    for said in pool.run(_waits_for_nobody, timeout=60):
+    for said in pool.run(_waits_for_nobody):
         assert said == "nobody ends the phase that this waits for"
 
 
@@ -473,7 +473,7 @@ def _on_three_processors(rank: int, world_size: int) -> tuple[list[dict[str, flo
 
 @pytest.mark.slow
 def test_programs_share_the_work_and_leave_the_counter_at_zero(pool: Ranks) -> None:
-    for errors, counter in pool.run(_on_three_processors, timeout=120):
+    for errors, counter in pool.run(_on_three_processors):
         for found in errors:
             assert all(error < DTYPES["bf16"][1] for error in found.values()), found
         assert counter == 0

@@ -103,7 +103,7 @@ def _with_processors_left_to_others(rank: int, world_size: int) -> tuple[bool, l
 
 
 def test_processors_left_to_others_change_no_bit(pool: Ranks) -> None:
-    for same, parts in pool.run(_with_processors_left_to_others, timeout=60):
+    for same, parts in pool.run(_with_processors_left_to_others):
         assert same
         assert parts == [None, 2, None] * 2
 

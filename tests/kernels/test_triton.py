@@ -186,9 +186,9 @@ def _nan_in_a_ring(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def test_nan_is_not_hidden(pool: Ranks) -> None:
-    for found in pool.run(_nan, timeout=60):
+    for found in pool.run(_nan):
         assert found == (0, 150, 0)
-    for found in pool.run(_nan_in_a_ring, timeout=60):
+    for found in pool.run(_nan_in_a_ring):
         assert found == (51, 51)
 
 
@@ -198,7 +198,7 @@ def _merge(rank: int, world_size: int) -> None:
 
 
 def test_the_fused_merge_interpreted(pool: Ranks) -> None:
-    pool.run(_merge, timeout=120)
+    pool.run(_merge)
 
 
 def _with_nan(rank: int, world_size: int) -> list[int]:
@@ -222,7 +222,7 @@ def _with_nan(rank: int, world_size: int) -> list[int]:
 
 def test_documents_do_not_leak(pool: Ranks) -> None:
     """Blocks would reach into the next document where they do not divide this one."""
-    for counts in pool.run(_with_nan, timeout=120):
+    for counts in pool.run(_with_nan):
         assert counts == [0] * 48
 
 

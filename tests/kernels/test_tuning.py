@@ -288,7 +288,7 @@ def interpreter() -> Iterator[Ranks]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_kernels_agree_with_themselves(interpreter: Ranks, dtype: torch.dtype) -> None:
-    ((choices, lines),) = interpreter.run(_tune_interpreted, dtype, timeout=250)
+    ((choices, lines),) = interpreter.run(_tune_interpreted, dtype)
     assert not lines
     best = Choice(config._INTERPRETED, Blocks(16, 16, 1, 4), 3.0, 1.0)
     assert choices == {config.entry_name(k, 64, dtype): best for k in config.KERNELS}

@@ -196,7 +196,7 @@ def test_a_step_runs_by_itself(path: Path) -> None:
         env={**environment, **own},
         capture_output=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) >= 3
@@ -251,7 +251,7 @@ def test_a_kernel_of_ones_own_runs_by_itself(step: LabStep, tmp_path: Path) -> N
             env={**environment, "PYTHONPATH": str(LAB.parents[1]), "PYTHONIOENCODING": "utf-8"},
             capture_output=True,
             encoding="utf-8",
-            timeout=120,
+            timeout=600,
         )
         assert bool(run.returncode) == fails, run.stderr
         assert ("NotImplementedError" in run.stderr) == fails

@@ -228,7 +228,7 @@ def with_a_set_up(rank: int, n: int) -> Results:
 
 def test_a_rank_that_sends_nothing_takes_part_in_the_set_up(ranks: Any) -> None:
     """The document of rank 0 lies on it alone."""
-    for found in ranks(3).run(with_a_set_up, timeout=60):
+    for found in ranks(3).run(with_a_set_up):
         assert found["out"].isfinite().all()
 
 

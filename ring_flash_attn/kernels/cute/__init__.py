@@ -1,15 +1,15 @@
-"""The CuTe DSL kernel for Hopper: every feature of a step's forward pass, in one launch.
+"""The CuTe DSL kernel for Hopper: every feature of a step, in one launch a pass.
 
 Read in this order: `primitives.py` (registers, barriers, the tile scheduler), `scores.py` (what
-happens to a block of scores), `forward.py` (the schedule), `producer.py`, `consumer.py`, `sizes.py`
-(blocks for each head dimension), `compiled.py` and `stored.py` (compiled kernels, on disk too),
-`host.py` (launching), and the class here. `traits.py` has the names.
+happens to a block of scores), `forward.py` (the schedule), `producer.py`, `consumer.py`,
+`backward.py` and its producer and consumer, `sizes.py` (blocks for each head dimension),
+`compiled.py` and `stored.py` (compiled kernels, on disk too), `host.py` and `backward_host.py`
+(launching), and the class here. `traits.py` has the names.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -21,11 +21,11 @@ from ..base import Call, Grads, Saved, State
 from . import host
 
 _BACKWARD = f"{__name__}.backward_host"
-_NO_BACKWARD = "it has no backward pass yet: compute without gradients, or choose another kernel"
+_NO_TRITON = "its backward pass needs triton, which is not installed: `pip install triton`"
 
 
 class CuteKernel:
-    """One launch for the forward of a step."""
+    """One launch for each pass of a step."""
 
     name = "cute"
     direct = True
@@ -73,15 +73,13 @@ class CuteKernel:
 
 @cache
 def _backward() -> Any:
-    """The module with `why_not`, `delta` and `backward`; or why there is none."""
-    if importlib.util.find_spec(_BACKWARD) is None:
-        return _NO_BACKWARD
+    """The module with `why_not`, `delta` and `backward`; or why it cannot be imported."""
     try:
         return importlib.import_module(_BACKWARD)
     except ModuleNotFoundError as missing:  # small kernels of its backward pass are Triton's
         if missing.name != "triton":
             raise
-        return "its backward pass needs triton, which is not installed: `pip install triton`"
+        return _NO_TRITON
 
 
 KERNEL = CuteKernel()
