@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,16 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
 
+SPLIT = {
+    "mqa": CASES["mqa"],
+    "steps": replace(CASES["steps"], lengths=(400, 130)),
+    "documents": replace(CASES["documents"], lengths=(260, 129, 64)),
+    "sources": replace(CASES["sources"], lengths=(600, 130)),
+    "query_ring": CASES["query_ring"],
+    "ordered": replace(CASES["ordered"], lengths=(260, 129)),
+    "headdim_256": replace(CASES["headdim_256"], lengths=(140,)),
+}
+
 
 def _with_groups_split(rank: int, world_size: int, name: str) -> tuple[dict[str, float], list[Any]]:
     """Errors where there are more processors than pieces of work, and parts of each launch."""
@@ -33,20 +44,18 @@ def _with_groups_split(rank: int, world_size: int, name: str) -> tuple[dict[str,
             mock.patch.object(scheduler, "processors", return_value=99),
             mock.patch.object(host, "free_processors", return_value=99),
         ):
-            errors = _errors(CASES[name])
+            errors = _errors(SPLIT[name])
     return errors, [call.args[6].get("parts") for call in launches.call_args_list]
 
 
 @pytest.mark.product(7)
-@pytest.mark.parametrize(
-    "name", ["mqa", "steps", "documents", "sources", "query_ring", "ordered", "headdim_256"]
-)
+@pytest.mark.parametrize("name", SPLIT)
 def test_groups_of_heads_are_split_where_there_is_too_little_to_do(pool: Ranks, name: str) -> None:
     """On one rank and in rings, also where steps add to the same dK and dV; in one order or not."""
     ((errors, parts),) = pool.run(_with_groups_split, name)
-    _, tolerance = DTYPES[CASES[name].dtype]
+    _, tolerance = DTYPES[SPLIT[name].dtype]
     assert all(error < tolerance for error in errors.values()), errors
-    most = CASES[name].nheads // CASES[name].nheads_k
+    most = SPLIT[name].nheads // SPLIT[name].nheads_k
     assert most > 1
     assert set(parts) == {None, most}
 
