@@ -63,7 +63,7 @@ CASES = {
     ),
     "steps": replace(SMALL, lengths=(1400, 260), nheads=2, nheads_k=1, headdim=64, headdim_v=64),
     "sources": replace(
-        SMALL, lengths=(1400, 260), world_size=4, options={**CAUSAL, "sources_per_launch": 3}
+        SMALL, lengths=(1000, 130), world_size=4, options={**CAUSAL, "sources_per_launch": 3}
     ),
     "short_documents": SMALL,
     "sink": replace(SMALL, sink=True, dtype="bf16"),
@@ -466,8 +466,9 @@ def _on_three_processors(rank: int, world_size: int) -> tuple[list[dict[str, flo
             mock.patch.object(host, "counter", return_value=counter),
             mock.patch.object(host, "free_processors", return_value=3),
         ):
-            errors = [_errors(CASES["long_causal"]) for _ in range(2)]
-            errors += [_errors(replace(CASES["steps"], dtype="bf16")) for _ in range(2)]
+            one = replace(CASES["long_causal"], batch=(1, 400, 400))
+            steps = replace(CASES["steps"], lengths=(400, 130), dtype="bf16")
+            errors = [_errors(case) for case in (one, one, steps, steps)]
     return errors, int(counter)
 
 

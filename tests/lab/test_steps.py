@@ -243,12 +243,13 @@ def test_exercise_and_solution_are_the_same_file_but_for_the_holes(step: LabStep
 def test_a_kernel_of_ones_own_runs_by_itself(step: LabStep, tmp_path: Path) -> None:
     """`python flash/e07….py`: a hole says so, a solution prints what it should."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONPATH": str(LAB.parents[1])}
     for folder, fails in (("exercises", True), ("solutions", False)):
         mine = tmp_path / step.exercise
         mine.write_bytes((LAB / folder / step.exercise).read_bytes())
         run = subprocess.run(
             [sys.executable, str(mine)],
-            env={**environment, "PYTHONPATH": str(LAB.parents[1]), "PYTHONIOENCODING": "utf-8"},
+            env={**environment, **own},
             capture_output=True,
             encoding="utf-8",
             timeout=600,
