@@ -29,7 +29,7 @@ from . import hf_forward
 from .hf_models import RING_IMPLEMENTATION
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from ..comm import Group
 
 DATA_PARAMS: dict[str, Any] = {}
 """The documents of the next forward pass: `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`,
@@ -74,9 +74,7 @@ def use_ring_attn(flag: bool) -> None:
     RING_ATTN_SWITCH = flag
 
 
-def update_ring_flash_attn_params(
-    cu_seqlens: CuSeqlens, process_group: ProcessGroup | None
-) -> None:
+def update_ring_flash_attn_params(cu_seqlens: CuSeqlens, process_group: Group | None) -> None:
     """Tell the substituted attention which documents the next forward passes hold.
 
     A forward pass that has begun keeps its documents, also when checkpointing recomputes it. With
@@ -95,9 +93,7 @@ def update_ring_flash_attn_params(
     DATA_PARAMS.update(zip(_DOCUMENT_KEYS, documents))
 
 
-def shift_labels(
-    labels: Tensor, cu_seqlens: CuSeqlens, process_group: ProcessGroup | None
-) -> Tensor:
+def shift_labels(labels: Tensor, cu_seqlens: CuSeqlens, process_group: Group | None) -> Tensor:
     """Make the targets of this rank's tokens: each has the label of the token after it.
 
     A model that gets `labels` of a slice shifts them itself, and the last token of the slice loses
@@ -128,7 +124,7 @@ def shift_labels(
 
 
 def create_ring_flash_attention_forward(
-    process_group: ProcessGroup | None, heads_k_stride: int
+    process_group: Group | None, heads_k_stride: int
 ) -> list[Callable[..., Tensor]]:
     """Make the candidates to replace transformers' `_flash_attention_forward`.
 
@@ -318,7 +314,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or tensor.dtype != torch.float32 else tensor.to(dtype)
 
 
-def substitute_hf_flash_attn(process_group: ProcessGroup | None, heads_k_stride: int) -> None:
+def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -> None:
     """Put ring attention in the place of transformers' flash attention.
 
     Works on the models that exist and on those built later. A second call replaces the first

@@ -26,7 +26,7 @@ from ..comm import check_mode, rank_and_size
 from . import hf_models
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from ..comm import Group
 
 Documents = Mapping[str, Any]
 HOW_TO_PASS_POSITIONS = (
@@ -61,7 +61,7 @@ _BACKWARDS = 16  # that may be under way at once
 
 
 def watch(
-    group: ProcessGroup | None, is_on: Callable[[], bool], call: Callable[..., Any]
+    group: Group | None, is_on: Callable[[], bool], call: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Make what takes the place of `call`, which is `PreTrainedModel.__call__`.
 
@@ -92,7 +92,7 @@ def watch(
 
 
 def _begin(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: ProcessGroup | None
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: Group | None
 ) -> tuple[_Forward, tuple[Any, ...], dict[str, Any]]:
     """Check the model and its labels; position ids become a tensor that no other call has."""
     name = model.config._attn_implementation
@@ -113,7 +113,7 @@ def _begin(
     return _Forward(model, positions, torch._C._current_graph_task_id()), args, kwargs
 
 
-def _check_loss(model: Any, group: ProcessGroup | None) -> None:
+def _check_loss(model: Any, group: Group | None) -> None:
     """Say that a slice's last token has no target, where the model shifts the labels itself."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -127,7 +127,7 @@ def _check_loss(model: Any, group: ProcessGroup | None) -> None:
 
 
 def documents_of_call(
-    position_ids: Tensor | None, query: Tensor, group: ProcessGroup | None, latest: Documents
+    position_ids: Tensor | None, query: Tensor, group: Group | None, latest: Documents
 ) -> Documents:
     """Find the documents that an attention call is about, and check its positions against them.
 
@@ -189,7 +189,7 @@ def _equal(one: Documents, other: Documents) -> bool:
     return all(a is b or (torch.equal(a, b) if isinstance(a, Tensor) else a == b) for a, b in pairs)
 
 
-def _world_size(group: ProcessGroup | None) -> int:
+def _world_size(group: Group | None) -> int:
     try:
         return rank_and_size(group)[1]
     except ValueError:  # not initialised: attention will say so, if it is called
@@ -205,7 +205,7 @@ def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
 # Positions.
 
 
-def _count(model: Any, query: Tensor, group: ProcessGroup | None) -> Tensor:
+def _count(model: Any, query: Tensor, group: Group | None) -> Tensor:
     """Make the positions that a model counts by itself: from 0, which is right on one rank only."""
     if _world_size(group) > 1:
         name = type(model).__name__
@@ -222,7 +222,7 @@ def _count(model: Any, query: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _check_once(
-    position_ids: Tensor, query: Tensor, group: ProcessGroup | None, documents: Documents
+    position_ids: Tensor, query: Tensor, group: Group | None, documents: Documents
 ) -> None:
     """Check positions, unless this tensor was checked against these documents."""
     now = -1 if position_ids.is_inference() else position_ids._version
@@ -244,7 +244,7 @@ def _check_once(
 
 
 def check_positions(
-    position_ids: Tensor, size: int, documents: Documents, group: ProcessGroup | None
+    position_ids: Tensor, size: int, documents: Documents, group: Group | None
 ) -> None:
     """Refuse positions that contradict the documents; one device sync if they do not.
 

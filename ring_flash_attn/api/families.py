@@ -230,7 +230,8 @@ def stub() -> str:
     """The text of __init__.pyi."""
     head = (
         "# Written by `make format`; do not edit.\n\n"
-        "from torch import Tensor\nfrom torch.distributed import ProcessGroup\n\n"
+        "from torch import Tensor\nfrom torch.distributed import ProcessGroup\n"
+        "from torch.distributed.device_mesh import DeviceMesh\n\n"
         "from ..engine.checks import CuSeqlens\nfrom ..engine.prepare import Output\n"
         "from ..plan.layout import Layout\n\n"
     )

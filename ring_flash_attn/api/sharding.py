@@ -18,7 +18,7 @@ from ..plan.steps import Side
 from ..plan.tiles import Mask
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from ..comm import Group
 
 
 def shard(
@@ -30,7 +30,7 @@ def shard(
     dim: int | None = None,
     rank: int | None = None,
     world_size: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """This rank's part of a tensor that holds all tokens: ids, labels, loss weights, q, k, v, …
 
@@ -43,7 +43,7 @@ def shard(
             layout "balanced" then places keys with their queries.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
         rank, world_size: which part of how many; by default this process's in `group`.
-        group: process group; the default one if None.
+        group: process group, or a DeviceMesh of one axis; the default group if None.
 
     Returns:
         The rank's tokens in local order, a new tensor. Differentiable.
@@ -63,7 +63,7 @@ def unshard(
     cu_seqlens_q: CuSeqlens | None = None,
     seqlen: int | None = None,
     dim: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """All tokens, from the shards: the inverse of `shard`.
 
@@ -76,7 +76,7 @@ def unshard(
             layout "balanced" then places keys with their queries.
         seqlen: tokens of the whole sequence without cu_seqlens; by default all shards are equal.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
-        group: process group; the default one if None.
+        group: process group, or a DeviceMesh of one axis; the default group if None.
 
     Returns:
         A tensor with all tokens. Differentiable for a list of shards; over a group there is no one
@@ -120,7 +120,7 @@ def relayout(
     cu_seqlens_q: CuSeqlens | None = None,
     seqlen: int | None = None,
     dim: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> Tensor: ...
 @overload
 def relayout(
@@ -142,7 +142,7 @@ def relayout(
     cu_seqlens_q: CuSeqlens | None = None,
     seqlen: int | None = None,
     dim: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> Tensor | list[Tensor]:
     """This rank's tokens in another layout, from its shard in one: for models that mix layers.
 
@@ -158,7 +158,7 @@ def relayout(
             layout "balanced" then places keys with their queries.
         seqlen: tokens of the whole sequence without cu_seqlens; by default all shards are equal.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
-        group: process group; the default one if None.
+        group: process group, or a DeviceMesh of one axis; the default group if None.
 
     Returns:
         The shard in `to_layout`, a new tensor; or the list of them. Differentiable once: gradients
@@ -177,7 +177,7 @@ def _relayout(
     offsets: tuple[CuSeqlens | None, CuSeqlens | None],
     seqlen: int | None,
     dim: int | None,
-    group: ProcessGroup | None,
+    group: Group | None,
 ) -> Tensor | list[Tensor]:
     cu_seqlens, _ = offsets
     if seqlen is not None:
@@ -206,7 +206,7 @@ def _check_shards(
     dim: int | None,
     cu_seqlens: CuSeqlens | None,
     seqlen: int | None,
-    group: ProcessGroup | None,
+    group: Group | None,
 ) -> tuple[int, int]:
     """The dimension of tokens, and how many; an error unless the shards differ there alone."""
     if not isinstance(x, (list, tuple)):
@@ -240,7 +240,7 @@ def position_ids(
     seqlen: int | None = None,
     rank: int | None = None,
     world_size: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Positions of this rank's tokens in their documents, as RoPE needs them.
@@ -253,7 +253,7 @@ def position_ids(
             layout "balanced" then places keys with their queries.
         seqlen: tokens of the whole sequence; needed without cu_seqlens.
         rank, world_size: which part of how many; by default this process's in `group`.
-        group: process group; the default one if None.
+        group: process group, or a DeviceMesh of one axis; the default group if None.
         device: of the result; cu_seqlens's device if None.
 
     Returns:
@@ -285,7 +285,7 @@ def _token_dim(dim: int | None, cu_seqlens: CuSeqlens | None, x: Tensor) -> int:
     return dim
 
 
-def _who(rank: int | None, world_size: int | None, group: ProcessGroup | None) -> tuple[int, int]:
+def _who(rank: int | None, world_size: int | None, group: Group | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank = {rank} and world_size = {world_size}: give both or neither")
     if rank is None or world_size is None:

@@ -38,7 +38,10 @@ COMMON: Parameters = (
         "sink: Tensor | None = None",
         "(nheads,), an attention sink: one more score for each head, without a value.",
     ),
-    ("group: ProcessGroup | None = None", "process group; the default one if None."),
+    (
+        "group: ProcessGroup | DeviceMesh | None = None",
+        "process group, or a DeviceMesh of one axis; the default group if None.",
+    ),
     ('kernel: str = "auto"', '"auto", "native", "triton", "cute", "reference", or a library.'),
 )
 

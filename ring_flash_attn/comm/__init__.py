@@ -4,6 +4,7 @@ from .agreement import agree, check_mode
 from .base import Message, Transport, virtual_transports
 from .distributed import (
     DistributedTransport,
+    Group,
     connect,
     gather_shards,
     rank_and_size,
@@ -13,6 +14,7 @@ from .distributed import (
 
 __all__ = [
     "DistributedTransport",
+    "Group",
     "Message",
     "Transport",
     "agree",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..trace import span
 from .agreement import UNDER_WAY, agree, call_failed, group_timeout, meet_after_failure
@@ -18,11 +19,16 @@ from .base import Message
 
 _DRAIN = timedelta(seconds=10)  # of a call that has failed, for messages of other ranks
 _TAG = 0x524641  # on gloo: a user's own messages in the group, with another tag, are not ours
+Group = ProcessGroup | DeviceMesh  # what users pass
+
 _connected: WeakSet[ProcessGroup] = WeakSet()  # NCCL groups that have run a collective of ours
 
 
-def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
-    """The group itself, the default one for None; ValueError if this rank is not in it."""
+def resolve_group(group: Group | None) -> ProcessGroup:
+    """The process group of what a user passed; ValueError if this rank is not in it.
+
+    None means the default group, a DeviceMesh the group of its only axis.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "torch.distributed is not initialised: call its init_process_group first, or use "
@@ -30,17 +36,34 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
         )
     if group is None:
         group = dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        group = _group_of_mesh(group)
     if not isinstance(group, ProcessGroup):
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(f"group: rank {dist.get_rank()} is not a member of this group")
-        raise ValueError(f"group must be a ProcessGroup or None, not {type(group).__name__}")
+        raise ValueError(
+            f"group must be a ProcessGroup, a DeviceMesh or None, not {type(group).__name__}"
+        )
     if dist.get_rank(group) < 0:
         ranks = dist.get_process_group_ranks(group)
         raise ValueError(f"group: rank {dist.get_rank()} is not one of its members {ranks}")
     return group
 
 
-def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
+def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
+    """Of its only axis; ValueError if it has several, or this rank is not on it."""
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("without names",)
+        raise ValueError(
+            f"group must be a DeviceMesh of one axis, not of {mesh.ndim} ({', '.join(names)}): "
+            "pass that of context parallelism, such as mesh['cp']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"group: rank {dist.get_rank()} is not on this DeviceMesh")
+    return mesh.get_group()
+
+
+def rank_and_size(group: Group | None) -> tuple[int, int]:
     group = resolve_group(group)
     return dist.get_rank(group), dist.get_world_size(group)
 

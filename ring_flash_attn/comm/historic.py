@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .distributed import Group, resolve_group
+
 __all__ = ["AllGatherComm", "RingComm"]
 
 # torch 2.13 renamed it, and warns of the old name.
@@ -15,15 +17,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class RingComm:
     """Passes tensors to the next rank of a ring (`send_rank`), and receives the previous rank's."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
+    def __init__(self, process_group: Group | None) -> None:
+        group = resolve_group(process_group)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         following, previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        group = dist.group.WORLD if process_group is None else process_group
-        assert group is not None  # get_rank has raised where nothing is initialised
         self.send_rank = dist.get_global_rank(group, following)
         self.recv_rank = dist.get_global_rank(group, previous)
-        self._process_group = process_group
+        self._process_group = group
         self._ops: list[dist.P2POp] = []
         self._reqs: list[dist.Work] | None = None
 
@@ -61,8 +61,8 @@ class RingComm:
 class AllGatherComm:
     """Starts all-gathers that `wait` then waits for."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: Group | None = None) -> None:
+        self.group = None if group is None else resolve_group(group)
         self.handles: list[dist.Work] = []
 
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:

@@ -22,7 +22,7 @@ from .checks import CuSeqlens, document_lengths
 from .prepare import Options, Output, prepare, run_on_group, run_prepared
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from ..comm import Group
 
 _DOCUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _CONNECTED = 16  # ranks of which each may have a connection to every other
@@ -45,7 +45,7 @@ def run_ring(
     seqlen_k: int | None = None,
     heads_k_stride: int | None = None,
     sources_per_launch: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     **options: Any,
 ) -> Output:
     """A batch, or packed documents, spread over the group.
@@ -103,7 +103,7 @@ def run_llama3(
     max_seqlen_k: int,
     heads_k_stride: int,
     local_k_slice: slice,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     **options: Any,
 ) -> Output:
     """Packed documents in a stream that is split evenly; each rank knows its own part."""

@@ -24,7 +24,7 @@ from .attention import QKV, LocalRank, PreparedCall, attention, needs_grad
 from .executor import Pool
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from ..comm import Group
 
 Output = Tensor | tuple[Tensor, Tensor, None]
 
@@ -166,7 +166,7 @@ def run_on_group(
     problem: Problem,
     shard: QKV,
     opts: Options,
-    group: ProcessGroup | None,
+    group: Group | None,
     same: Mapping[str, object],
     packed: bool,
 ) -> Output:
