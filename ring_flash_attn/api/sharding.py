@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import comm
 from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
+from ..engine.gather import check_grad, gather
 from ..engine.relayout import prepare_relayout, relayout_on_group, run_relayout
 from ..plan.layout import Layout, get_layout
 from ..plan.problem import Problem
@@ -64,6 +65,7 @@ def unshard(
     seqlen: int | None = None,
     dim: int | None = None,
     group: Group | None = None,
+    grad: str | None = None,
 ) -> Tensor:
     """All tokens, from the shards: the inverse of `shard`.
 
@@ -77,19 +79,25 @@ def unshard(
         seqlen: tokens of the whole sequence without cu_seqlens; by default all shards are equal.
         dim: the dimension of tokens; 0 with cu_seqlens, 1 without, unless given.
         group: process group, or a DeviceMesh of one axis; the default group if None.
+        grad: the gradient of a shard that is gathered over a group. "sum": that of all ranks'
+            copies, for a loss that is a sum of what the ranks compute. "slice": that of this rank's
+            own copy, for a loss that every rank computes alike. If None, a shard that requires a
+            gradient is refused.
 
     Returns:
-        A tensor with all tokens. Differentiable for a list of shards; over a group there is no one
-        right gradient, so a shard that requires one is refused.
+        A tensor with all tokens. Differentiable for a list of shards, and with `grad` over a group;
+        with "sum", every rank of the group then has to run its backward pass.
     """
+    check_grad(grad)
     if seqlen is not None:
         seqlen = checks.check_integer("seqlen", seqlen, 0)
     if isinstance(x, Tensor):
         dim = _token_dim(dim, cu_seqlens, x)
-        if x.requires_grad and torch.is_grad_enabled():
+        if grad is None and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                "unshard over a group has no gradient: detach the shard, or compute the loss on "
-                "shards"
+                "x requires a gradient, and every rank will have a gathered copy of it: say "
+                'grad="sum" (the losses of the ranks are added up) or grad="slice" (all ranks '
+                "compute the same loss), or detach x"
             )
         rank, world_size = comm.rank_and_size(group)
         if seqlen is None and cu_seqlens is None:
@@ -98,8 +106,10 @@ def unshard(
         _check_size(problem, rank, x, dim)
         sizes = [problem.size(Side.KEY, other) for other in range(world_size)]
         shapes = [(*x.shape[:dim], size, *x.shape[dim:][1:]) for size in sizes]
-        x = comm.gather_shards(x.contiguous(), shapes, comm.resolve_group(group))
+        x = gather(x, shapes, comm.resolve_group(group), grad)
     else:
+        if grad is not None:
+            raise ValueError(f"grad = {grad!r}: a list of shards is differentiable as it is")
         dim, total = _check_shards(x, dim, cu_seqlens, seqlen, group)
         where = f"x in dim = {dim}"
         problem = _problem(layout, cu_seqlens, cu_seqlens_q, total, len(x), where)

@@ -92,20 +92,50 @@ def connect(group: ProcessGroup, device: torch.device) -> None:
 
 
 def gather_shards(
-    local: Tensor, shapes: Sequence[tuple[int, ...]], group: ProcessGroup
+    local: Tensor, shapes: Sequence[tuple[int, ...]], group: ProcessGroup, grad: str | None = None
 ) -> list[Tensor]:
-    """Every rank's contiguous tensor, on every rank; shapes may differ."""
-    agree((("gathered", str(local.dtype)), ("shapes", tuple(shapes))), group)
+    """Every rank's contiguous tensor, on every rank; shapes may differ.
+
+    `grad` says how gradients will come back, where there are any: ranks have to agree on that.
+    """
+    kind = ("gathered", str(local.dtype)), ("shapes", tuple(shapes)), ("grad", grad)
+    agree(kind, group)
     connect(group, local.device)
-    transport = DistributedTransport(group, local.device)
-    rank = dist.get_rank(group)
-    parts = [local if r == rank else local.new_empty(shape) for r, shape in enumerate(shapes)]
-    others = [r for r in range(len(shapes)) if r != rank]
+    parts = [local.new_empty(shape) for shape in shapes]
+    parts[dist.get_rank(group)] = local
     with span("gather the shards of {} ranks", len(shapes)):
-        receives = [Message(parts[r], r, receive=True) for r in others]
-        transport.post([*receives, *(Message(local, r, receive=False) for r in others)])
-        transport.wait()
+        _exchange([local] * len(shapes), parts, group)
     return parts
+
+
+def exchange_shards(parts: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """What every rank has for us, by rank; `parts` is what we have for each. All contiguous.
+
+    For the way back of `gather_shards`: what comes has the shape of our own part.
+    """
+    own = parts[dist.get_rank(group)]
+    found = [own if part is own else torch.empty_like(own) for part in parts]
+    with span("exchange the shards of {} ranks", len(parts)):
+        _exchange(parts, found, group)
+    return found
+
+
+def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: ProcessGroup) -> None:
+    """One message to and from every other rank."""
+    rank = dist.get_rank(group)
+    transport = DistributedTransport(group, sent[rank].device)
+    others = [r for r in range(len(sent)) if r != rank]
+    try:
+        transport.post(
+            [
+                *(Message(received[r], r, receive=True) for r in others),
+                *(Message(sent[r], r, receive=False) for r in others),
+            ]
+        )
+        transport.wait()
+    except BaseException as error:
+        transport.abandon([bool(others)], drain=isinstance(error, Exception))
+        raise
 
 
 class DistributedTransport:

@@ -203,7 +203,51 @@ def test_over_a_group(ranks: Any) -> None:
     ranks(3).run(over_a_group)
 
 
+def gathered_with_gradients(rank: int, n: int, layout: str) -> list[torch.Tensor]:
+    """Every rank weights all tokens in its own way, then all in the same."""
+    found = []
+    for grad in ("sum", "slice"):
+        torch.manual_seed(0)
+        x = torch.randn(21, 4, dtype=torch.float64)
+        weights = torch.randn(n, 21, 4, dtype=torch.float64)
+        mine = shard(x, layout, cu_seqlens=CU_SEQLENS).requires_grad_()
+        whole = unshard(mine.T.contiguous().T, layout, cu_seqlens=CU_SEQLENS, grad=grad)
+        assert torch.equal(whole, x)
+        (whole.sin() * (weights[rank] if grad == "sum" else weights[0])).sum().backward()
+        found.append(unshard(mine.grad, layout, cu_seqlens=CU_SEQLENS))
+    half = shard(x, layout, cu_seqlens=CU_SEQLENS).bfloat16().requires_grad_()
+    unshard(half, layout, cu_seqlens=CU_SEQLENS, grad="sum").backward(weights[rank].bfloat16())
+    return [*found, unshard(half.grad, layout, cu_seqlens=CU_SEQLENS)]
+
+
+@pytest.mark.parametrize("layout", layout_names())
+def test_gradients_of_a_gathered_tensor(layout: str, ranks: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(21, 4, dtype=torch.float64)
+    weights = torch.randn(3, 21, 4, dtype=torch.float64)
+    rounded = weights.bfloat16().float()
+    for summed, sliced, half in ranks(3).run(gathered_with_gradients, layout):
+        torch.testing.assert_close(summed, x.cos() * weights.sum(0), rtol=0, atol=1e-14)
+        assert torch.equal(sliced, x.cos() * weights[0])
+        assert torch.equal(half, (rounded[0] + rounded[1] + rounded[2]).bfloat16())  # rounded once
+
+
+def gradients_on_some_ranks(rank: int, n: int) -> str:
+    mine = torch.zeros(1, 4, 7, requires_grad=rank == 0)  # of a shape that is new to the ranks
+    with pytest.raises(ValueError, match="do not make the same call") as error:
+        unshard(mine, "zigzag", grad="sum")
+    return str(error.value)
+
+
+def test_all_ranks_or_none_want_gradients(ranks: Any) -> None:
+    for message in ranks(3).run(gradients_on_some_ranks):
+        assert 'grad = "sum" on rank 0' in message
+        assert "grad = null on ranks 1, 2" in message
+
+
 WRONG: list[tuple[str, Any, str]] = [
+    ("grad", lambda: unshard(torch.zeros(1, 4), "zigzag", grad="mean"), "grad must be.*'mean'"),
+    ("grad of a list", lambda: unshard([torch.zeros(1, 4)], "zigzag", grad="sum"), "as it is"),
     ("unknown layout", lambda: shard(torch.zeros(1, 4), "spiral", rank=0, world_size=1), "spiral"),
     ("rank", lambda: shard(torch.zeros(1, 4), "zigzag", rank=2, world_size=2), "rank = 2"),
     ("negative rank", lambda: shard(torch.zeros(1, 4), "zigzag", rank=-1, world_size=2), "-1"),

@@ -315,6 +315,7 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     seqlen = Kind(NOTHING, integers_like, integers_unlike)
     kinds = {"x": tensors, "seqlen": seqlen, "dim": Kind(NOTHING | ONES)}
     right = {"x": x, "layout": "zigzag", "seqlen": 7}
+    kinds["grad"] = Kind(NOTHING, like=lambda _: ["sum", "slice"])
     yield "unshard", Case(unshard, right, ("layout", "group", *kinds), kinds)
     shards = Kind({}, unlike=lambda x: [[x[0], x[1].double()], [x[0], x[1][:2]], [x[0], x[1][0]]])
     kinds = {"x": shards, "cu_seqlens": MAYBE_OFFSETS, "seqlen": Kind(NOTHING)}
