@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .adapters import substitute_hf_flash_attn as substitute_hf_flash_attn
     from .adapters import update_ring_flash_attn_params as update_ring_flash_attn_params
     from .api import *  # noqa: F403
+    from .api.context_parallel import ContextParallel as ContextParallel
     from .api.llama3 import (
         llama3_flash_attn_prepare_cu_seqlens as llama3_flash_attn_prepare_cu_seqlens,
     )
@@ -36,6 +37,7 @@ module_paths.register()
 # Where the public names are that `api` does not have.
 _HOMES = {
     "Balanced": ".plan.balanced",
+    "ContextParallel": ".api.context_parallel",
     "Mask": ".plan.tiles",
     "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",
     "position_ids": ".api.sharding",

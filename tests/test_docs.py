@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_model
 import torch
 import typer
 from documents import ROOT, block, table, text
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.distributed.run import get_args_parser
 
 import ring_flash_attn
+from ring_flash_attn.api.batch_parts import CONSUMED
 from ring_flash_attn.api.families import PREFIXES
 from ring_flash_attn.bench.results import Row, load
 from ring_flash_attn.bench.workload import Workload
@@ -44,6 +46,7 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/usage.md",
+    "docs/context_parallel.md",
     "docs/kernels.md",
     "docs/benchmarks.md",
     "docs/design.md",
@@ -264,6 +267,39 @@ def test_the_relayout_example_runs(ranks: Callable[[int], Ranks]) -> None:
     qkv = (hidden @ w).view(20, 3, 4, 8).unbind(1)
     expected, _ = oracle(*qkv, Rules(causal=True), cu_seqlens, cu_seqlens)
     assert closeness(torch.cat(results), expected.flatten(1)) < 1e-12
+
+
+def run_training(rank: int, world_size: int, code: str, batches: list[Any]) -> dict[str, Tensor]:
+    """The page's step over the micro-batches of this rank's data-parallel index."""
+    model = tiny_model.TinyModel()
+    names: dict[str, Any] = {"model": model, "loader": batches[rank // 2]}
+    exec(code, names)
+    return {n: p.full_tensor().detach() for n, p in model.named_parameters()}  # type: ignore[operator]
+
+
+def test_the_training_step_runs(ranks: Callable[[int], Ranks]) -> None:
+    """Two optimiser steps on dp 2 × cp 2 leave the parameters of one device."""
+    code = block("docs/context_parallel.md", "step")
+    packs = [
+        tiny_model.without_weights(tiny_model.random_documents((5, 1, 7), seed))
+        for seed in range(6)
+    ]
+    pack = [
+        {name: x for name, x in tiny_model.flattened(each).items() if name != "loss_weights"}
+        for each in packs
+    ]
+    of_ranks = [[[pack[0], pack[1]], [pack[2]]], [[pack[3], pack[4]], [pack[5]]]]
+    model = tiny_model.TinyModel()
+    for steps in ((0, 1, 3, 4), (2, 5)):
+        documents = [document for n in steps for document in packs[n]]
+        tiny_model.expected(documents, model=model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+                parameter.grad = None
+    for found in ranks(4).run(run_training, code, of_ranks):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-10)
 
 
 def test_the_example_runs_under_torchrun() -> None:
@@ -566,7 +602,7 @@ def public_names(document: str) -> set[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_public_name_exists(document: str) -> None:
-    there = {*ring_flash_attn.__all__, "ring_flash_attn", "flash_attn"}
+    there = {*ring_flash_attn.__all__, "ring_flash_attn", "flash_attn", *CONSUMED}
     for name in public_names(document):
         assert any(fnmatchcase(each, name) for each in there), name
 

@@ -11,6 +11,7 @@ from .distributed import (
     rank_and_size,
     resolve_group,
     share_seed,
+    sum_over,
 )
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "rank_and_size",
     "resolve_group",
     "share_seed",
+    "sum_over",
     "virtual_transports",
 ]

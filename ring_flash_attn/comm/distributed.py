@@ -84,6 +84,16 @@ def share_seed(seed: Tensor, group: ProcessGroup, device: torch.device) -> Tenso
     return seed.to(device)
 
 
+def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of all ranks' tensors, a new one."""
+    where = torch.device("cpu") if _is_gloo(group, x.device) else x.device
+    total = x.to(where, copy=True)
+    if dist.get_world_size(group) > 1:
+        agree((("call", "sum"), ("dtype", str(x.dtype)), ("shape", tuple(x.shape))), group)
+        dist.all_reduce(total, group=group)
+    return total.to(x.device)
+
+
 def connect(group: ProcessGroup, device: torch.device) -> None:
     """Every rank, before its first message: NCCL sets a group up at an operation of all ranks."""
     if group not in _connected and not _is_gloo(group, device):

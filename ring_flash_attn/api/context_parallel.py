@@ -1,0 +1,303 @@
+"""`ContextParallel`: a training step over a sequence that is spread over ranks, in one object."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import comm
+from ..engine import checks
+from ..engine.entry import document_values, run_ring
+from ..engine.prepare import Output
+from ..plan.build import check_route
+from ..plan.layout import Layout, get_layout
+from .batch_parts import CONSUMED, check_dims, check_sizes, count, take, targets
+from .batches import IGNORE, BatchDocuments, Stream, read_stream
+from .sharding import unshard
+
+if TYPE_CHECKING:
+    from ..comm import Group
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Shards batches, computes attention and the loss, and gathers results over a group.
+
+    Every rank of the group passes the same whole batch, and gets its part. Nothing is kept from one
+    batch to the next: `shard` may run ahead of the model, and in another thread.
+
+    Args:
+        group: the ranks that share a sequence: a process group, or a DeviceMesh of one axis, such
+            as mesh["cp"]; the default group if None.
+        layout: as in `ring_attention`; if None, "balanced" for packed documents and "zigzag" for a
+            batch of equal sequences.
+        route: as in `ring_attention`.
+        kernel: as in `ring_attention`.
+        divisor: if given, padding is added so that all ranks hold as many tokens, a multiple of it.
+        pad_token_id: what that padding has as input_ids.
+    """
+
+    group: Group | None = None
+    layout: str | Layout | None = None
+    route: str = "ring"
+    kernel: str = "auto"
+    divisor: int | None = None
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        comm.resolve_group(self.group)
+        if self.layout is not None:
+            get_layout(self.layout)
+        check_route(self.route)
+        if self.divisor is not None:
+            checks.check_integer("divisor", self.divisor, 1)
+        checks.check_integer("pad_token_id", self.pad_token_id)
+
+    def shard(
+        self, batch: Mapping[str, Any], dims: Mapping[str, int | None] | None = None
+    ) -> dict[str, Any]:
+        """This rank's part of a batch. Every rank passes the same; nothing is sent.
+
+        Values are read on the host, so shard before the batch goes to a GPU. Padding (0 in
+        attention_mask) is left out: rows with padding become packed documents, in one row.
+
+        Args:
+            batch: a dict, or what has `items()` like one. Tokens are (batch, seqlen) or (total,):
+                input_ids or inputs_embeds; labels (not shifted) or shift_labels; position_ids;
+                attention_mask, 0 at padding, 1 or the number of a document elsewhere; cu_seqlens;
+                loss_weights, one for each label. What is no tensor is passed on.
+            dims: for each other tensor, its dimension of tokens (after that of the batch), or None
+                to pass it on as it is.
+
+        Returns:
+            The tensors of this rank's tokens, (batch, tokens) or packed (1, tokens), without
+            attention_mask and cu_seqlens, and
+
+            - documents: for `attention`, `gather` and `scaled_dot_product_attention`.
+            - position_ids: within documents.
+            - shift_labels: the label of the token after each; -100 at the end of a document. There
+              are no `labels`: a model would shift them again.
+            - shift_loss_weights: the weight of that label.
+            - num_items_in_batch: labels that count in the whole batch (their weights, if given),
+              over all ranks of the group.
+        """
+        if not hasattr(batch, "items"):
+            raise TypeError(f"batch must be a dict, or like one, not {type(batch).__name__}")
+        given = {name: value for name, value in batch.items() if value is not None}
+        dims = check_dims(given, dims)
+        stream = read_stream(given)
+        rank, world_size = comm.rank_and_size(self.group)
+        layout = get_layout(self.layout or ("balanced" if stream.packed else "zigzag"))
+        if self.divisor is not None:
+            stream = stream.padded(layout, world_size * self.divisor)
+            check_sizes(stream, layout, world_size, self.divisor)
+        self._compare(given, stream)
+        documents, held = stream.spread(layout, rank, world_size)
+        part = {name: x for name, x in given.items() if name not in (*dims, *CONSUMED)}
+        here, after = stream.source[held], stream.following[held]
+        fill = {"input_ids": self.pad_token_id, "shift_labels": IGNORE}
+        for name, dim in dims.items():
+            x = given[name]
+            part[name] = x if dim is None else take(name, x, dim, here, stream, fill.get(name, 0))
+        device = next(
+            given[name] for name in ("input_ids", "inputs_embeds") if name in given
+        ).device
+        if "position_ids" not in part:
+            positions = stream.positions[held].to(device)
+            rows = () if len(stream.shape) == 1 else (1 if stream.packed else stream.shape[0],)
+            part["position_ids"] = positions.expand(*rows, -1).contiguous()
+        part |= targets(given, stream, after)
+        return {**part, "documents": documents}
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: BatchDocuments,
+        *,
+        causal: bool = True,
+        **options: Any,
+    ) -> Output:
+        """`ring_attention` over the documents of a batch.
+
+        Args:
+            q: queries of this rank's tokens, (batch, tokens, nheads, headdim); packed documents may
+                come as (1, tokens, …) or (tokens, …).
+            k, v: keys and values of the same tokens, with nheads_k heads.
+            documents: what `shard` returned with the tokens.
+            causal: queries see no later keys.
+            options: the other arguments of `ring_attention`, such as window_size or softmax_scale.
+        """
+        _check_documents(documents)
+        if not checks.check_flag("causal", causal) and documents.causal_only:
+            raise ValueError(
+                "causal = False, but documents end in padding (divisor = "
+                f"{self.divisor}), which would be seen: take a layout that splits the whole "
+                "stream, such as 'balanced', or no divisor"
+            )
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            checks.check_tensor(name, x)
+        row = documents.packed and q.dim() == 4
+        if row:
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                if x.dim() != 4 or x.shape[0] != 1:
+                    raise ValueError(
+                        f"{name} of packed documents must be (1, tokens, nheads, headdim), but has "
+                        f"shape {tuple(x.shape)}"
+                    )
+            q, k, v = q[0], k[0], v[0]
+        where: dict[str, Any] = {"seqlen": documents.seqlen, "seqlen_k": documents.seqlen}
+        if documents.packed:
+            where = {"cu_seqlens": documents.cu_seqlens}
+        run = torch.compiler.disable(run_ring) if torch.compiler.is_compiling() else run_ring
+        out = run(
+            q,
+            k,
+            v,
+            layout=documents.layout,
+            route=self.route,
+            kernel=self.kernel,
+            group=self.group,
+            causal=causal,
+            **where,
+            **options,
+        )
+        if not row:
+            return out
+        return out[None] if isinstance(out, Tensor) else (out[0][None], out[1][None], None)
+
+    def loss(
+        self,
+        logits: Tensor,
+        shift_labels: Tensor,
+        *,
+        num_items: Tensor | int | float | None = None,
+        weights: Tensor | None = None,
+        averaged_over: int = 1,
+    ) -> Tensor:
+        """This rank's part of the cross-entropy: the sum over all ranks is that of the whole batch.
+
+        So gradients of parameters have to be summed over the ranks. Where something averages them
+        (FSDP, DDP), say over how many ranks. A rank without targets gets 0, and its backward pass
+        takes part in that of the others.
+
+        Args:
+            logits: (…, tokens, vocabulary) of this rank's tokens.
+            shift_labels: (…, tokens) as `shard` returns them; -100 counts nothing.
+            num_items: what the sum is divided by: num_items_in_batch, or, with gradient
+                accumulation or data parallelism, its sum over all that make one step. If None, the
+                targets of the group's ranks are counted, which is one all-reduce.
+            weights: shift_loss_weights, if the batch has them.
+            averaged_over: ranks over which gradients will be averaged; 1 if they are summed.
+
+        Returns:
+            A scalar, in fp32 or wider.
+        """
+        for name, x in (("logits", logits), ("shift_labels", shift_labels)):
+            checks.check_tensor(name, x)
+        if logits.shape[:-1] != shift_labels.shape or not shift_labels.dim():
+            raise ValueError(
+                f"logits must be shift_labels' shape {tuple(shift_labels.shape)} and the "
+                f"vocabulary, but have shape {tuple(logits.shape)}"
+            )
+        if weights is not None:
+            checks.check_tensor("weights", weights)
+            if weights.shape != shift_labels.shape:
+                raise ValueError(
+                    f"weights must be {tuple(shift_labels.shape)}, as shift_labels are, but have "
+                    f"shape {tuple(weights.shape)}"
+                )
+        averaged_over = checks.check_integer("averaged_over", averaged_over, 1)
+        if num_items is None:
+            num_items = self.sum(count(shift_labels, weights))
+        elif not isinstance(num_items, Tensor):
+            num_items = checks.check_number("num_items", num_items, 0.0, rule="a number from 0 on")
+        elif num_items.numel() != 1:
+            raise ValueError(f"num_items must be one number, not {tuple(num_items.shape)}")
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+        kind = "sum" if weights is None else "none"
+        total = F.cross_entropy(wide, shift_labels.flatten(), ignore_index=IGNORE, reduction=kind)
+        if weights is not None:
+            total = (total * weights.flatten().to(total.dtype)).sum()
+        items = torch.as_tensor(num_items, device=total.device).to(total.dtype)
+        return total * (averaged_over / torch.where(items == 0, 1, items))  # no targets: 0, not NaN
+
+    def gather(
+        self,
+        x: Tensor,
+        documents: BatchDocuments,
+        *,
+        dim: int | None = None,
+        grad: str | None = None,
+    ) -> Tensor:
+        """All ranks' tokens on every rank, in the shape and order of the batch; 0 at its padding.
+
+        Args:
+            x: this rank's tokens: log-probabilities, hidden states, …
+            documents: what `shard` returned with them.
+            dim: the dimension of tokens; 1, or 0 if the batch's tokens are (total,).
+            grad: as in `unshard`: "sum" or "slice", where x requires a gradient.
+        """
+        _check_documents(documents)
+        checks.check_tensor("x", x)
+        dim = checks.check_integer("dim", len(documents.shape) - 1 if dim is None else dim)
+        dim = dim + x.dim() if dim < 0 else dim
+        if not len(documents.shape) - 1 <= dim < x.dim():
+            raise ValueError(f"dim = {dim} holds no tokens in x of shape {tuple(x.shape)}")
+        rows = documents.packed and len(documents.shape) == 2
+        if rows and x.shape[dim - 1] != 1:
+            raise ValueError(
+                f"x of packed documents must have 1 row, but has shape {tuple(x.shape)}, with "
+                f"tokens in dim = {dim}"
+            )
+        whole = unshard(
+            x,
+            documents.layout,
+            cu_seqlens=documents.cu_seqlens,
+            seqlen=documents.seqlen,
+            dim=dim,
+            group=self.group,
+            grad=grad,
+        )
+        if not documents.packed:
+            return whole.narrow(dim, 0, documents.shape[1])  # padding is at the end
+        if rows:
+            dim, whole = dim - 1, whole.squeeze(dim - 1)
+        total = torch.Size(documents.shape).numel()
+        kept = (documents.source >= 0).nonzero().flatten()
+        places = documents.source[kept].to(x.device)
+        empty = whole.new_zeros((*whole.shape[:dim], total, *whole.shape[dim + 1 :]))
+        found = empty.index_copy(dim, places, whole.index_select(dim, kept.to(x.device)))
+        return found.unflatten(dim, documents.shape) if rows else found
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of the group, detached: for counts, and for the logged loss."""
+        checks.check_tensor("x", x)
+        return comm.sum_over(x.detach(), comm.resolve_group(self.group))
+
+    def _compare(self, batch: Mapping[str, Any], stream: Stream) -> None:
+        """Whether all ranks have the same batch; asked with RFA_CHECK=values alone."""
+        if comm.check_mode() != "values":
+            return
+        name = "input_ids" if "input_ids" in batch else "inputs_embeds"
+        raw = batch[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha1(raw).hexdigest()[:12]
+        call = ("call", "ContextParallel.shard"), ("shape", stream.shape), (name, digest)
+        fields = (*call, *document_values(documents=stream.lengths).items())
+        rank, _ = comm.rank_and_size(self.group)
+        comm.agree(fields, comm.resolve_group(self.group), part=rank)
+
+
+def _check_documents(documents: object) -> None:
+    if not isinstance(documents, BatchDocuments):
+        raise TypeError(
+            "documents must be what ContextParallel.shard returned as 'documents', not "
+            f"{type(documents).__name__}"
+        )
