@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import tiny_model
 import torch
+import torch.distributed as dist
 import typer
 from documents import ROOT, block, table, text
 from ranks import Ranks, one_rank
@@ -300,6 +301,30 @@ def test_the_training_step_runs(ranks: Callable[[int], Ranks]) -> None:
     for found in ranks(4).run(run_training, code, of_ranks):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-10)
+
+
+def run_sdpa(rank: int, world_size: int, code: str, batch: Any) -> dict[str, Tensor]:
+    model = tiny_model.TinyModel()
+    attention = tiny_model.plain_attention()
+    names: dict[str, Any] = {
+        "cp": ring_flash_attn.ContextParallel(),
+        "batch": batch,
+        "model": lambda ids, positions: model(ids, positions, attention),
+    }
+    exec(code, names)
+    grads = tiny_model.gradients(model)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return grads
+
+
+def test_the_example_of_torchs_attention_runs(ranks: Callable[[int], Ranks]) -> None:
+    documents = tiny_model.without_weights(tiny_model.random_documents((5, 1, 7)))
+    batch = {n: x for n, x in tiny_model.flattened(documents).items() if n != "loss_weights"}
+    right = tiny_model.expected(documents)["grads"]
+    for found in ranks(2).run(run_sdpa, block("docs/context_parallel.md", "sdpa"), batch):
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, right[name], rtol=0, atol=1e-10)
 
 
 def test_the_example_runs_under_torchrun() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ..plan.build import check_route
 from ..plan.layout import Layout, get_layout
 from .batch_parts import CONSUMED, check_dims, check_sizes, count, take, targets
 from .batches import IGNORE, BatchDocuments, Stream, read_stream
+from .sdpa import routed
 from .sharding import unshard
 
 if TYPE_CHECKING:
@@ -172,6 +174,22 @@ class ContextParallel:
         if not row:
             return out
         return out[None] if isinstance(out, Tensor) else (out[0][None], out[1][None], None)
+
+    def scaled_dot_product_attention(
+        self, documents: BatchDocuments
+    ) -> AbstractContextManager[None]:
+        """Within it, F.scaled_dot_product_attention is `attention` over the documents of a batch.
+
+        For models that call it for this rank's tokens, (batch, nheads, tokens, headdim). is_causal,
+        scale, dropout_p and enable_gqa are honoured, attn_mask is refused. Under activation
+        checkpointing the backward pass computes attention again, so it belongs inside as well. One
+        context at a time in a process. Leaving it raises a RuntimeError if nothing was routed.
+
+        Args:
+            documents: what `shard` returned with the tokens.
+        """
+        _check_documents(documents)
+        return routed(self.attention, documents)
 
     def loss(
         self,

@@ -18,6 +18,7 @@ from tiny_model import (
     flattened,
     gradients,
     padded,
+    plain_attention,
     random_documents,
     stacked,
     without_weights,
@@ -25,9 +26,10 @@ from tiny_model import (
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from ring_flash_attn import Balanced, ContextParallel, Mask
+from ring_flash_attn import Balanced, ContextParallel, Mask, flash_attn_func, shard
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 
@@ -265,6 +267,131 @@ def other_tensors(rank: int, world_size: int) -> None:
 
 def test_other_tensors_of_a_batch(ranks: Callable[[int], Ranks]) -> None:
     ranks(2).run(other_tensors)
+
+
+# torch's own attention, routed.
+
+
+def routed_step(
+    rank: int, world_size: int, batch: Any, layout: str | None, causal: bool, checkpointed: bool
+) -> dict[str, Any]:
+    """A model that knows nothing of us."""
+    cp, model = ContextParallel(layout=layout), TinyModel()
+    part = cp.shard(batch)
+    before = F.scaled_dot_product_attention
+    attention = plain_attention(causal)
+    with cp.scaled_dot_product_attention(part["documents"]):
+        inputs = part["input_ids"], part["position_ids"], attention
+        if checkpointed:
+            logits = checkpoint(model, *inputs, use_reentrant=False)
+        else:
+            logits = model(*inputs)
+        weights, num_items = part.get("shift_loss_weights"), part["num_items_in_batch"]
+        loss = cp.loss(logits, part["shift_labels"], weights=weights, num_items=num_items)
+        loss.backward()
+    assert F.scaled_dot_product_attention is before
+    grads = gradients(model)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return {"loss": cp.sum(loss), "grads": grads}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", [None, "stripe"])
+@pytest.mark.parametrize("form", both_forms())
+def test_torchs_attention_goes_over_the_group(
+    form: str, layout: str | None, causal: bool, ranks: Callable[[int], Ranks]
+) -> None:
+    documents, (batch,) = both_forms()[form]
+    right = expected(documents, causal)
+    for found in ranks(2).run(routed_step, batch, layout, causal, causal):
+        compare(found, right)
+
+
+def routed_arguments(rank: int, world_size: int) -> None:
+    """Every argument counts or is refused; dropout does not depend on the number of ranks."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 12, 8, dtype=torch.float64)
+    cp = ContextParallel()
+    documents = cp.shard({"input_ids": torch.zeros(2, 12).long()})["documents"]
+
+    def mine(x: Tensor) -> Tensor:
+        return shard(x, "zigzag", dim=2)
+
+    options: dict[str, Any] = {"is_causal": True, "scale": 0.3}
+    right = F.scaled_dot_product_attention(q, k, v, **options)
+    grouped = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
+    with cp.scaled_dot_product_attention(documents):
+        out = F.scaled_dot_product_attention(mine(q), mine(k), mine(v), **options)
+        torch.testing.assert_close(out, mine(right), **TOLERANCE)
+        shared = F.scaled_dot_product_attention(
+            mine(q), mine(k)[:, :2], mine(v)[:, :2], enable_gqa=True
+        )
+        torch.testing.assert_close(shared, mine(grouped), **TOLERANCE)
+        torch.manual_seed(5)
+        dropped = F.scaled_dot_product_attention(mine(q), mine(k), mine(v), None, 0.4)
+        torch.manual_seed(5)
+        whole = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.4)
+        assert isinstance(whole, Tensor)
+        torch.testing.assert_close(dropped, mine(whole.transpose(1, 2)), **TOLERANCE)
+        part = mine(q)
+        wrong: list[tuple[Callable[[], Any], str]] = [
+            (
+                lambda: F.scaled_dot_product_attention(part, part, part, torch.ones(6, 6).bool()),
+                "attn_mask",
+            ),
+            (lambda: F.scaled_dot_product_attention(part, part[:, :2], part[:, :2]), "enable_gqa"),
+            (
+                lambda: F.scaled_dot_product_attention(part, part[:, :, 1:], part),
+                "key must be .* 6 tokens",
+            ),
+            (lambda: F.scaled_dot_product_attention(part[0], part[0], part[0]), "query must be"),
+        ]
+        for call, words in wrong:
+            with pytest.raises(ValueError, match=words):
+                call()
+        leaf = part.clone().requires_grad_()
+        with pytest.raises(ValueError, match="use_reentrant=False"):
+            checkpoint(lambda x: F.scaled_dot_product_attention(x, x, x), leaf, use_reentrant=True)
+        with torch.no_grad():
+            F.scaled_dot_product_attention(leaf, leaf, leaf)
+        with (
+            pytest.raises(RuntimeError, match="one context at a time"),
+            cp.scaled_dot_product_attention(documents),
+        ):
+            pass
+    with (
+        pytest.raises(RuntimeError, match=r"no call of F\.scaled_dot"),
+        cp.scaled_dot_product_attention(documents),
+    ):
+        pass
+    with pytest.raises(KeyError), cp.scaled_dot_product_attention(documents):
+        raise KeyError("a mistake of the user's stays what it is")
+    with pytest.raises(TypeError, match="documents must be"):
+        cp.scaled_dot_product_attention(None)  # type: ignore[arg-type]
+
+
+def test_arguments_of_torchs_attention(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(routed_arguments)
+
+
+def recomputed_outside(rank: int, world_size: int, batch: Any) -> None:
+    """Attention that is recomputed after the context was left would be another one."""
+    cp, model = ContextParallel(), TinyModel()
+    part = cp.shard(batch)
+    inputs = part["input_ids"], part["position_ids"], plain_attention()
+    with cp.scaled_dot_product_attention(part["documents"]):
+        logits = checkpoint(model, *inputs, use_reentrant=False)
+    with pytest.raises(CheckpointError):
+        logits.sum().backward()
+
+
+def test_torch_notices_attention_that_is_recomputed_outside() -> None:
+    pool = Ranks(2)  # whose groups are left in the middle of a backward pass
+    try:
+        pool.run(recomputed_outside, both_forms()["packed"][1][0])
+    finally:
+        pool.stop()
 
 
 # Gathered log-probabilities, checkpointing, counting.
