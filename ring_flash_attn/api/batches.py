@@ -71,10 +71,9 @@ class Stream:
     @property
     def positions(self) -> Tensor:
         """Of each token in its document as it came: padding that was left out counts."""
-        columns = self.source % self.shape[-1] if self.packed and self.shape[-1] else self.source
         counts = torch.tensor(self.lengths)
         starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-        return torch.where(self.source < 0, 0, columns - columns[starts])
+        return torch.where(self.source < 0, 0, self.source - self.source[starts])
 
     def padded(self, layout: Layout, multiple: int) -> Stream:
         """With padding, so that shards are equal and a multiple of something.

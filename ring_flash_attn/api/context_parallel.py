@@ -62,11 +62,15 @@ class ContextParallel:
         checks.check_integer("pad_token_id", self.pad_token_id)
 
     def shard(
-        self, batch: Mapping[str, Any], dims: Mapping[str, int | None] | None = None
+        self,
+        batch: Mapping[str, Any],
+        dims: Mapping[str, int | None] | None = None,
+        *,
+        device: torch.device | str | int | None = None,
     ) -> dict[str, Any]:
         """This rank's part of a batch. Every rank passes the same; nothing is sent.
 
-        Values are read on the host, so shard before the batch goes to a GPU. Padding (0 in
+        Values are read on the host, so a batch on the CPU spares synchronisations. Padding (0 in
         attention_mask) is left out: rows with padding become packed documents, in one row.
 
         Args:
@@ -76,6 +80,7 @@ class ContextParallel:
                 loss_weights, one for each label. What is no tensor is passed on.
             dims: for each other tensor, its dimension of tokens (after that of the batch), or None
                 to pass it on as it is.
+            device: where all tensors of the part go; they stay on theirs if None.
 
         Returns:
             The tensors of this rank's tokens, (batch, tokens) or packed (1, tokens), without
@@ -92,6 +97,7 @@ class ContextParallel:
         if not hasattr(batch, "items"):
             raise TypeError(f"batch must be a dict, or like one, not {type(batch).__name__}")
         given = {name: value for name, value in batch.items() if value is not None}
+        device = checks.check_device("device", device)
         dims = check_dims(given, dims)
         stream = read_stream(given)
         rank, world_size = comm.rank_and_size(self.group)
@@ -107,14 +113,14 @@ class ContextParallel:
         for name, dim in dims.items():
             x = given[name]
             part[name] = x if dim is None else take(name, x, dim, here, stream, fill.get(name, 0))
-        device = next(
-            given[name] for name in ("input_ids", "inputs_embeds") if name in given
-        ).device
+        home = next(given[name] for name in ("input_ids", "inputs_embeds") if name in given).device
         if "position_ids" not in part:
-            positions = stream.positions[held].to(device)
+            positions = stream.positions[held].to(home)
             rows = () if len(stream.shape) == 1 else (1 if stream.packed else stream.shape[0],)
             part["position_ids"] = positions.expand(*rows, -1).contiguous()
         part |= targets(given, stream, after)
+        if device is not None:
+            part = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in part.items()}
         return {**part, "documents": documents}
 
     def attention(

@@ -258,6 +258,10 @@ def other_tensors(rank: int, world_size: int) -> None:
     assert part["types"].tolist() == [own]
     assert part["rope"][2, 0, :, 0].tolist() == [24 + token for token in own]
     assert torch.equal(part["inputs_embeds"][0], batch["inputs_embeds"].flatten(0, 1)[own])
+    across = cp.shard({"input_ids": rows, "cu_seqlens": [0, 8, 12]}, device="meta")
+    assert all(x.is_meta for x in across.values() if isinstance(x, Tensor))
+    across = cp.shard({"input_ids": rows, "cu_seqlens": [0, 8, 12]})
+    assert across["position_ids"].tolist() == [[[0, 1, 2, 3, 0, 1], [4, 5, 6, 7, 2, 3]][rank]]
     axes = torch.arange(3 * 8).view(3, 1, 8)
     part = cp.shard(
         {"input_ids": torch.zeros(1, 8).long(), "position_ids": axes, "cu_seqlens": [0, 8]}
@@ -521,6 +525,7 @@ def mistakes(rank: int, world_size: int) -> None:
         (lambda: ContextParallel(layout="spiral"), ValueError, "layout 'spiral'"),
         (lambda: ContextParallel(route="auto"), ValueError, "route 'auto'"),
         (lambda: ContextParallel(divisor=0), ValueError, "divisor"),
+        (lambda: cp.shard({"input_ids": IDS}, device="abacus"), ValueError, "device = 'abacus'"),
         (lambda: cp.shard(IDS), TypeError, "batch must be a dict"),  # type: ignore[arg-type]
         (lambda: cp.shard({"labels": IDS}), ValueError, "neither input_ids nor inputs_embeds"),
         (lambda: cp.shard(part), ValueError, "sharded already"),
