@@ -179,6 +179,7 @@ class Function:
         forms = (False, True) if signature is signatures.ANYTHING else (family.packed,)
         rows = ["total" if packed else "batch, seqlen" for packed in forms]
         lse = " or ".join("(nheads, total)" if p else "(batch, nheads, seqlen)" for p in forms)
+        slopes = " or ".join("documents" if packed else "batch" for packed in forms)
 
         def shapes(dims: str) -> str:
             return " or ".join(f"({each}, {dims})" for each in rows)
@@ -190,7 +191,7 @@ class Function:
         for head, text in (*signature.own, *signatures.COMMON):
             name = head.partition(":")[0]
             if name in self._order:
-                lines.append(f"{name}: {text.format(lse=lse)}")
+                lines.append(f"{name}: {text.format(lse=lse, rows=slopes)}")
         kernel = f"Always uses the kernel {self.prefix!r}." if self.prefix else ""
         about = " ".join(part for part in (signature.about, family.note, kernel) if part)
         arguments = textwrap.indent("\n".join(lines), "    ")

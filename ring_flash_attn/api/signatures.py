@@ -26,7 +26,7 @@ COMMON: Parameters = (
     ),
     (
         "alibi_slopes: Tensor | None = None",
-        "(nheads,) or (batch, nheads); -slope * |distance| is added to the scores.",
+        "(nheads,) or ({rows}, nheads); -slope * |distance| is added to the scores.",
     ),
     ("deterministic: bool = False", "the same input gives the same bits, gradients too."),
     (

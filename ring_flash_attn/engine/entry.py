@@ -147,7 +147,10 @@ def run_single(
     lengths = None
     if block_table is not None:
         checks.check_tensor("block_table", block_table)
-        raise NotImplementedError("block_table: paged keys and values are not supported")
+        raise NotImplementedError(
+            "block_table: keys and values in pages are not supported. Gather the pages, and pass k "
+            "and v as (total_k, nheads_k, headdim)"
+        )
     if "cu_seqlens" in options:
         same = document_lengths(options.pop("cu_seqlens"), q.device)
         checks.check_max_seqlen("max_seqlen", options.pop("max_seqlen"), same)

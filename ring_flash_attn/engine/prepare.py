@@ -120,7 +120,9 @@ def _check_shard(problem: Problem, local: LocalRank, q: Tensor, k: Tensor) -> No
 def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: Problem, grad: bool) -> Call:
     """Everything but dropout's seed; ValueError for slopes or a sink that do not fit q."""
     batch, _, nheads, headdim = q.shape
-    checks.check_for_heads("alibi_slopes", opts.alibi_slopes, q, (nheads,), (batch, nheads))
+    documents = len(problem.lengths_q)
+    shapes = [(nheads,), (batch, nheads), (documents, nheads)][: 3 if documents > 1 else 2]
+    checks.check_for_heads("alibi_slopes", opts.alibi_slopes, q, *shapes)
     checks.check_for_heads("sink", opts.sink, q, (nheads,))
     if opts.alibi_slopes is not None and opts.alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes.requires_grad: there is no gradient for alibi_slopes")
@@ -138,7 +140,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, opts: Options, problem: Problem, grad
         dropout_p=opts.dropout_p,
         sink=opts.sink is not None,
         deterministic=opts.deterministic,
-        packed=isinstance(problem, Llama3Problem) or len(problem.lengths_q) > 1,
+        packed=isinstance(problem, Llama3Problem) or documents > 1,
         with_lse=opts.return_attn_probs,
         needs_grad=grad,
     )
@@ -213,7 +215,7 @@ def _signature(
         ("softmax_scale", call.softmax_scale),
         ("mask (left, right)", (call.mask.left, call.mask.right)),
         ("softcap", call.softcap),
-        ("alibi_slopes", None if call.alibi_slopes is None else tuple(call.alibi_slopes.shape)),
+        ("alibi_slopes", _slopes(call, problem)),
         ("dropout_p", call.dropout_p),
         ("sink", call.sink),
         ("deterministic", call.deterministic),
@@ -222,3 +224,12 @@ def _signature(
         ("needs gradients", call.needs_grad),
         *same.items(),
     )
+
+
+def _slopes(call: Call, problem: Problem) -> tuple[object, ...] | None:
+    """The shape of ALiBi's slopes, as far as it has to be equal on all ranks."""
+    if call.alibi_slopes is None:
+        return None
+    if isinstance(problem, Llama3Problem) and call.slopes_by_document:
+        return "documents of the rank", call.nheads
+    return tuple(call.alibi_slopes.shape)

@@ -28,7 +28,8 @@ class Call:
         softmax_scale: factor on the scores.
         mask: which keys a query sees (tiles have it worked in; here for `why_not`).
         softcap: scores become softcap · tanh(score / softcap); 0 means off.
-        alibi_slopes: (nheads,) or (batch, nheads), fp32; −slope · |query − key position| is added.
+        alibi_slopes: (nheads,), or (batch, nheads), of packed documents (documents, nheads), of
+            which one row is for all; −slope · |query − key position| is added.
         dropout_p: probability that an entry of the softmax is dropped.
         seed: () int64 on `device`, the key of dropout's draws; None without dropout.
         sink: whether the state a tile marked `first` finds holds an attention sink.
@@ -67,11 +68,26 @@ class Call:
 
         state_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
         object.__setattr__(self, "state_dtype", state_dtype)
-        slopes = None if self.alibi_slopes is None else self.alibi_slopes.dim()
+        slopes = None if self.alibi_slopes is None else self.slopes_stride
         sizes = (self.nheads, self.nheads_k, self.headdim, self.headdim_v, self.head_start)
         numbers = (self.softmax_scale, self.softcap, self.dropout_p)
         key = self.device, self.dtype, sizes, numbers, slopes, self.seed is None, self.sink
         object.__setattr__(self, "key", key)
+
+    @property
+    def slopes_by_document(self) -> bool:
+        """Whether packed documents may have slopes of their own."""
+        return self.packed and self.alibi_slopes is not None and self.alibi_slopes.dim() == 2
+
+    @property
+    def slopes_stride(self) -> int:
+        """From the slopes of a batch entry or document to those of the next; 0: all have the same.
+
+        A batch has one document, number 0, and packed documents are one batch entry, number 0. So
+        the sum of both numbers is the row of `alibi_slopes`.
+        """
+        slopes = self.alibi_slopes
+        return 0 if slopes is None or slopes.dim() == 1 or len(slopes) == 1 else self.nheads
 
     def of_heads(self, first: int, last: int) -> Call:
         """The part of the call that concerns KV heads first … last."""

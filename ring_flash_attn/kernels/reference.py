@@ -126,8 +126,10 @@ class _Rows:
         query, key, device = self.tile.query, self.tile.key, self.q.device
         rows = _numbers(query.position, query, self.i, self.rows, device)[:, None]
         columns = _numbers(key.position, key, block.j, block.columns, device)
-        slopes = self.call.alibi_slopes.to(self.q.dtype).expand(self.q.shape[0], -1)
-        slopes = slopes.reshape(*self.q.shape[:2], -1, 1, 1)
+        slopes = self.call.alibi_slopes.to(self.q.dtype)
+        if self.call.slopes_by_document and len(slopes) > 1:
+            slopes = slopes[query.document]
+        slopes = slopes.expand(self.q.shape[0], -1).reshape(*self.q.shape[:2], -1, 1, 1)
         return (slopes * -(rows - columns).abs()).flatten(2, 3)
 
 

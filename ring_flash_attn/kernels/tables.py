@@ -53,6 +53,7 @@ class BlockEntry(NamedTuple):
 
 
 TILE_COLUMNS, BLOCK_COLUMNS = 8, 16  # 32 and 64 bytes
+DOCUMENT = BLOCK_COLUMNS - 1  # the column of a block's document, for ALiBi
 _MUCH = 20  # a twentieth: asking costs 1 to 2 %, skipping saves less than half of a block
 
 
@@ -61,7 +62,8 @@ class Table:
     """What a launch reads.
 
     Attributes:
-        blocks: (programs, BLOCK_COLUMNS) int32: `BlockEntry`, then `TileEntry` of its first tile.
+        blocks: (programs, BLOCK_COLUMNS) int32: `BlockEntry`, then `TileEntry` of its first tile;
+            at `DOCUMENT` its document.
         tiles: (tiles, TILE_COLUMNS) int32: `TileEntry`.
         windowed: some tile's band starts inside: there is an edge on the left.
         short: some other side is shorter than a block.
@@ -117,6 +119,7 @@ def _build(
             item = tile.query, tile.key, tile.low, tile.high, flags
         groups.setdefault(item[0].start, []).append(item)
     blocks: list[BlockEntry] = []
+    documents: list[int] = []  # of the blocks
     others: list[TileEntry] = []
     work: list[int] = []
     for items in groups.values():
@@ -133,12 +136,17 @@ def _build(
             walk = some[0], some[-1] + 1
             place = position, token, own.stride
             blocks.append(BlockEntry(own.start + i, rows, i, *walk, flags, *place))
+            documents.append(own.document)
             work.append(sum(seen))
     order = sorted(range(len(blocks)), key=lambda n: -work[n])  # the longest first
     in_halves = sum(n for entry, n in zip(blocks, work, strict=True) if 2 * entry.rows <= block)
     windowed = any(tile.low > 1 - tile.query.length for tile in tiles)
     return Table(
-        _on(device, [(*blocks[n], *others[blocks[n].tile]) for n in order], BLOCK_COLUMNS),
+        _on(
+            device,
+            [(*blocks[n], *others[blocks[n].tile], documents[n]) for n in order],
+            BLOCK_COLUMNS,
+        ),
         _on(device, others, TILE_COLUMNS),
         windowed,
         any(other.length < loop for other in others),

@@ -42,19 +42,28 @@ def oracle(
         out, like q with v's head dimension; lse, (batch, nheads, seqlen_q) or (nheads, total_q).
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        parts = [_document(q[b], k[b], v[b], rules, b, (0, 0)) for b in range(q.shape[0])]
+        parts = [_document(q[b], k[b], v[b], rules, b, (0, 0), b) for b in range(q.shape[0])]
         return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
     parts = []
     for d in range(len(cu_seqlens_q) - 1):
         (q0, q1), (k0, k1) = cu_seqlens_q[d : d + 2], cu_seqlens_k[d : d + 2]
-        parts.append(_document(q[q0:q1], k[k0:k1], v[k0:k1], rules, 0, (q0, k0)))
+        parts.append(_document(q[q0:q1], k[k0:k1], v[k0:k1], rules, 0, (q0, k0), d))
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
 
 
 def _document(
-    q: Tensor, k: Tensor, v: Tensor, rules: Rules, batch: int, starts: tuple[int, int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rules: Rules,
+    batch: int,
+    starts: tuple[int, int],
+    number: int,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: q (seqlen_q, nheads, headdim), k and v (seqlen_k, nheads_k, …)."""
+    """One sequence: q (seqlen_q, nheads, headdim), k and v (seqlen_k, nheads_k, …).
+
+    `number` is its row in the slopes of a batch or of documents, if they have several.
+    """
     seqlen_q, nheads, headdim = q.shape
     seqlen_k, nheads_k, _ = k.shape
     k, v = (x.repeat_interleave(nheads // nheads_k, dim=1) for x in (k, v))
@@ -67,7 +76,7 @@ def _document(
     distance = torch.arange(seqlen_k, device=q.device) - i
     if rules.alibi_slopes is not None:
         slopes = rules.alibi_slopes.to(scores.dtype).view(-1, nheads)
-        slopes = slopes[batch if len(slopes) > 1 else 0]
+        slopes = slopes[number if len(slopes) > 1 else 0]
         scores = scores - slopes[:, None, None] * distance.abs()
     scores = scores.masked_fill(_hidden(distance, rules), -torch.inf)
     extra = scores.new_full((nheads, seqlen_q, 1), -torch.inf)

@@ -32,8 +32,9 @@ def _sink() -> tuple[Any, list[Tensor]]:
     return run, [*_batch()[1], *_inputs((4,))]
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return rfa.flash_attn_varlen_func(q, k, v, CU_SEQLENS, CU_SEQLENS, 21, 21, causal=True)
+def _varlen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    cu_seqlens = CU_SEQLENS, CU_SEQLENS
+    return rfa.flash_attn_varlen_func(q, k, v, *cu_seqlens, 21, 21, causal=True, **options)
 
 
 def _varlen_kv(q: Tensor, kv: Tensor) -> Tensor:
@@ -49,6 +50,10 @@ CASES = {
     "qkvpacked": (lambda x: rfa.flash_attn_qkvpacked_func(x), _inputs((2, 20, 3, 4, 8))),
     "kvpacked": (rfa.flash_attn_kvpacked_func, _inputs((1, 20, 4, 8), (1, 20, 2, 2, 8))),
     "varlen": (_varlen, _inputs((30, 4, 8), (30, 2, 8), (30, 2, 8))),
+    "varlen_slopes": (
+        lambda q, k, v: _varlen(q, k, v, alibi_slopes=torch.linspace(0.1, 1.2, 12).view(3, 4)),
+        _inputs((30, 4, 8), (30, 2, 8), (30, 2, 8)),
+    ),
     "varlen_kvpacked": (_varlen_kv, _inputs((30, 4, 8), (30, 2, 4, 8))),
     "varlen_qkvpacked": (
         lambda x: rfa.flash_attn_varlen_qkvpacked_func(x, CU_SEQLENS, 21, causal=True),

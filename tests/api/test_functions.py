@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import (
+    EACH,
     FUNCTIONS,
     extra_arguments,
     held,
@@ -45,6 +46,7 @@ SINGLE = [name for name in FUNCTIONS if name.startswith("flash_attn")]
 VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window_size": (5, 3), "softmax_scale": 0.4},
+    "slopes": {"window_size": (9, 2), "alibi_slopes": EACH},
     "everything": {
         "causal": True,
         "window_size": (9, -1),

@@ -24,7 +24,7 @@ from ring_flash_attn.plan.layout import FLAT_PREFIX, layout_names
 WORLD_SIZES = (1, 2, 3, 4, 8)
 SEED = 11
 POINTS = [(layout, route) for layout in layout_names() for route in route_names()]
-SLOPES = torch.tensor([0.5, 0.0, 1.25, -0.3])
+SLOPES = torch.tensor([[0.5, 0.0, 1.25, -0.3], [0.1, 2.0, 0.0, 0.7], [0.0, 1.0, -0.2, 0.4]])
 SINK = torch.tensor([0.4, -1.0, 2.0, 0.0], dtype=torch.float64)
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -49,8 +49,11 @@ CASES = [
 
 @cache
 def sample_of(form: str, feature: str) -> Sample:
-    """Make global inputs in fp64."""
-    return make_sample(seed=len(form), **FORMS[form], **FEATURES[feature])
+    """Make global inputs in fp64; slopes are those of each sequence, or document."""
+    options = dict(FEATURES[feature])
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = options["alibi_slopes"][: FORMS[form].get("batch", 3)]
+    return make_sample(seed=len(form), **FORMS[form], **options)
 
 
 @cache
@@ -122,7 +125,7 @@ def any_samples(draw: st.DrawFn) -> Sample:
     if draw(st.booleans()):
         form["seqlen_k"] = draw(st.integers(1, 40))
     if draw(st.booleans()):
-        batch, form = 1, {"lengths_q": draw(lengths), "lengths_k": draw(lengths)}
+        batch, form = 3, {"lengths_q": draw(lengths), "lengths_k": draw(lengths)}
     if draw(st.booleans()):
         options["sink"] = torch.randn(nheads, dtype=torch.float64)
     if draw(st.booleans()):

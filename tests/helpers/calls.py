@@ -6,6 +6,7 @@ tokens are proved to be there once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import pairwise
 from typing import Any
 
@@ -61,10 +62,16 @@ def held_of(
     return torch.tensor(proved_tokens(layout, lengths, queries, n)[rank], dtype=torch.int64)
 
 
+EACH = "each"  # for alibi_slopes: those of every sequence of a batch, or of every document
+
+
 def sample_for(name: str, **options: Any) -> Sample:
     """Make global inputs that a function can take: packing ties head counts and dimensions."""
     family, form = FUNCTIONS[name]
     lengths = LENGTHS.get(family.signature.name)
+    if options.get("alibi_slopes") is EACH:
+        rows = 2 if lengths is None else len(lengths)
+        options["alibi_slopes"] = torch.linspace(-0.2, 1.1, 4 * rows).view(rows, 4)
     sizes: dict[str, Any] = {"batch": 2, "seqlen_q": 24} if lengths is None else {}
     if form.startswith("qkvpacked"):
         sizes["nheads_k"] = 4
@@ -120,7 +127,12 @@ def extra_arguments(name: str, sample: Sample, rank: int, n: int) -> dict[str, A
         causal = sample.options.get("causal", False)
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
         values = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, causal, rank, n)
-        return {**dict(zip(names, values)), "heads_k_stride": 2}
+        extra = {**dict(zip(names, values)), "heads_k_stride": 2}
+        slopes = sample.options.get("alibi_slopes")
+        if slopes is not None and slopes.dim() == 2:  # those of the documents of this rank
+            last = bisect_left(cu, cu[-1] // n * (rank + 1))
+            extra["alibi_slopes"] = slopes[last - len(values[0]) + 1 : last]
+        return extra
     if kind == "single_documents":
         both = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
         return {**both, "max_seqlen_q": longest, "max_seqlen_k": longest}

@@ -152,6 +152,8 @@ def test_the_reasons_of_a_call(on_hopper: list[Call]) -> None:
         assert base.why_not("cute", call_of(**changes)) == [reason]
     features = {"softcap": 5.0, "alibi_slopes": torch.ones(4), "dropout_p": 0.1, "sink": True}
     assert base.why_not("cute", call_of(**features, packed=True, mask=Mask(5, 0))) == []
+    of_documents = call_of(alibi_slopes=torch.ones(3, 4), packed=True)
+    assert base.why_not("cute", of_documents) == ["its ALiBi has the same slopes in all documents"]
 
 
 def test_auto_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:

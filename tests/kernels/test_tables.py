@@ -75,6 +75,18 @@ def test_much_work_in_half_blocks(length: int, halves: bool) -> None:
     assert made.halves is halves
 
 
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_block_names_its_document(by_key: bool) -> None:
+    from ring_flash_attn.kernels.tables import DOCUMENT, table
+
+    spans = [Span(0, 40, 0, 1, 2, 0), Span(40, 100, 0, 1, 0, 40), Span(140, 7, 0, 1, 5, 140)]
+    tiles = [tile for span in spans if (tile := make_tile(span, span, Mask(None, 0)))]
+    made = table(tiles, 32, 32, by_key, torch.device("cpu"))
+    found = sorted((row[0], row[DOCUMENT]) for row in made.blocks.tolist())
+    starts = [*range(0, 40, 32), *range(40, 140, 32), 140]
+    assert found == list(zip(starts, [2, 2, 0, 0, 0, 0, 5]))
+
+
 def test_tables_are_made_on_the_host_whatever_the_default_device_is() -> None:
     from ring_flash_attn.kernels.base import Rows
     from ring_flash_attn.kernels.fused_merge import _bits_of

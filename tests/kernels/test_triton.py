@@ -50,7 +50,7 @@ class Case:
     headdim_v: int = 16
     dtype: str = "fp32"
     sink: bool = False
-    alibi: bool = False
+    alibi: str = ""  # "heads": slopes (nheads,); "each": of each sequence or document
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,19 +60,22 @@ CASES = {
     "window": Case(options={"causal": True, "window_size": (9, 0)}),
     "window_both_sides": Case(layout="contiguous", options={"window_size": (7, 5)}),
     "softcap": Case(options={"causal": True, "softcap": 2.0}),
-    "alibi": Case(options={"causal": True}, alibi=True),
+    "alibi": Case(options={"causal": True}, alibi="each"),
     "sink": Case(options={"causal": True}, sink=True),
     "dropout": Case(options={"causal": True, "dropout_p": 0.3}),
     "everything": Case(
-        alibi=True, sink=True, options={"causal": True, "window_size": (20, 0), "softcap": 3.0}
+        alibi="heads", sink=True, options={"causal": True, "window_size": (20, 0), "softcap": 3.0}
     ),
-    "stripe": Case(layout="stripe", world_size=3, options={"causal": True}, alibi=True),
+    "stripe": Case(layout="stripe", world_size=3, options={"causal": True}, alibi="heads"),
     "query_ring": Case(route="query_ring", options={"causal": True}),
     "all_gather": Case(
-        route="all_gather", layout="flat_zigzag", options={"causal": True, "heads_k_stride": 1}
+        route="all_gather",
+        layout="flat_zigzag",
+        options={"causal": True, "heads_k_stride": 1},
+        alibi="each",
     ),
     "two_sources_a_launch": Case(
-        world_size=4, options={"causal": True, "sources_per_launch": 2}, alibi=True
+        world_size=4, options={"causal": True, "sources_per_launch": 2}, alibi="each"
     ),
     "all_sources_in_one_launch": Case(
         lengths=(40, 0, 57),
@@ -89,7 +92,7 @@ CASES = {
     "headdim_128": Case(lengths=(70,), headdim=128, headdim_v=128, options={"causal": True}),
     "more_keys": Case(batch=(2, 20, 45), options={"causal": True}),
     "more_queries": Case(batch=(2, 45, 20), options={"causal": True}),
-    "batch": Case(batch=(2, 64, 64), layout="stripe", options={"causal": True}),
+    "batch": Case(batch=(2, 64, 64), layout="stripe", options={"causal": True}, alibi="each"),
     "long_and_ragged": Case(lengths=(70, 45, 33), world_size=1, options={"causal": True}),
     "long_and_ragged_window": Case(
         lengths=(97, 45), world_size=1, options={"window_size": (30, 11), "dropout_p": 0.2}
@@ -123,7 +126,11 @@ def _errors(case: Case) -> dict[str, float]:
     """Relative errors of out, lse and all gradients against the oracle."""
     (q, k, v, dout), cu_seqlens = _inputs(case)
     sink = torch.linspace(-1, 1, case.nheads) if case.sink else None
-    slopes = torch.linspace(0.1, 0.8, case.nheads) if case.alibi else None
+    slopes = None
+    if case.alibi:
+        rows = len(case.lengths) if case.batch is None else case.batch[0]
+        slopes = torch.linspace(0.1, 1.3, rows * case.nheads).view(rows, -1)
+        slopes = slopes if case.alibi == "each" else slopes[0]
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *([sink] if case.sink else []))]
     torch.manual_seed(3)
     out, lse, _ = rfa.virtual_ring_attention(

@@ -33,7 +33,8 @@ class Case:
             the llama3 functions) and sources_per_launch.
         batch: number of sequences; None for packed documents.
         lengths_q, lengths_k: tokens of the documents, or of the one sequence of a batch.
-        alibi: "", "heads" for slopes (nheads,), "batch" for (batch, nheads).
+        alibi: "", "heads" for slopes (nheads,), "batch" for (batch, nheads),
+            "documents" for (documents, nheads).
         returns: one of RETURNS.
         strides: one of STRIDES, of q, k, v and the gradient of out.
         wanted: inputs that require a gradient, of q, k, v, sink.
@@ -223,7 +224,9 @@ def _with_options(draw: st.DrawFn, case: Case) -> Case:
         softmax_scale=draw(st.sampled_from((None, None, 0.3, 1.3))),
         softcap=draw(st.sampled_from((0.0, 0.0, 2.0))),
         dropout_p=draw(st.sampled_from((0.0, 0.0, 0.25))),
-        alibi=draw(st.sampled_from(("", "", "heads", "heads" if case.batch is None else "batch"))),
+        alibi=draw(
+            st.sampled_from(("", "", "heads", "documents" if case.batch is None else "batch"))
+        ),
         sink=sink,
         deterministic=draw(st.booleans()),
         returns=draw(st.sampled_from(RETURNS)),
@@ -246,8 +249,8 @@ def sample_of(case: Case) -> Sample:
     names = ("causal", "window_size", "softmax_scale", "softcap", "dropout_p", "deterministic")
     options: dict[str, Any] = {name: getattr(case, name) for name in names}
     if case.alibi:
-        shape = (case.batch, case.nheads) if case.alibi == "batch" else (case.nheads,)
-        options["alibi_slopes"] = torch.rand(shape, generator=generator)
+        rows = {"heads": (), "batch": (case.batch,), "documents": (len(case.lengths_q),)}
+        options["alibi_slopes"] = torch.rand(*rows[case.alibi], case.nheads, generator=generator)
     if case.sink:
         options["sink"] = torch.randn(case.nheads, generator=generator, dtype=torch.float64)
     sizes: dict[str, Any] = {"lengths_q": case.lengths_q, "lengths_k": case.lengths_k}

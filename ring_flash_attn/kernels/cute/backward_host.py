@@ -167,7 +167,6 @@ def _first(
     from .compiled import backward_kernel
 
     q, k, v, dout, lse, _, dq, dk, dv = tensors[:9]
-    slopes = call.alibi_slopes
     batch, heads = q.shape[0], call.nheads_k * parts
     count = len(work.blocks)
     dropped = threshold(call.dropout_p)
@@ -186,7 +185,7 @@ def _first(
         section(batch * heads, heads, work, call),
         min(count * batch * heads, free_processors(call.device)),
         parts,
-        0 if slopes is None or slopes.dim() == 1 else call.nheads,
+        call.slopes_stride,
         *(number for x in (q, k, v, dout) for number in tma_strides(x)),
         *(number for x in (dq, dk, dv) for number in _strides(x)),
         float(call.softmax_scale),

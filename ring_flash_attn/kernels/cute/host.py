@@ -45,6 +45,8 @@ def why_not(call: Call) -> list[str]:
         found.append(f"dtype {call.dtype} is not fp16 or bf16")
     if call.softmax_scale <= 0:
         found.append(f"softmax_scale {call.softmax_scale} is not positive")
+    if call.slopes_by_document:
+        found.append("its ALiBi has the same slopes in all documents")
     d, dv = call.headdim, call.headdim_v
     if d % 8 or dv % 8:
         found.append(f"head dimensions {d} and {dv} are not multiples of 8")
@@ -197,7 +199,6 @@ def _first(tensors: Sequence[Tensor], work: Table, call: Call, traits: Traits) -
     from .compiled import forward_kernel
 
     q, k, v, out, lse, result = tensors[:6]
-    slopes = call.alibi_slopes
     batch, pairs = q.shape[0], q.shape[0] * call.nheads
     count = len(work.blocks)
     dropped = threshold(call.dropout_p)
@@ -214,7 +215,7 @@ def _first(tensors: Sequence[Tensor], work: Table, call: Call, traits: Traits) -
         count,
         section(pairs, call.nheads, work, call),
         min(count * pairs, free_processors(call.device)),
-        0 if slopes is None or slopes.dim() == 1 else call.nheads,
+        call.slopes_stride,
         *(number for x in (q, k, v) for number in tma_strides(x)),
         *(number for x in (out, lse, result) for number in _strides(x)),
         float(call.softmax_scale),

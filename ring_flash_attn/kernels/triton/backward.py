@@ -25,6 +25,7 @@ from .scores import (
     mix,
     place,
     row_keys,
+    slope_of,
     spread,
     tile_entry,
 )
@@ -133,7 +134,7 @@ def keys_kernel(
     tiles_ptr, scale, softcap, threshold, keep_scale, head_start, d, dv, nheads_k, group, count,
     section, q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol,
     v_stride, v_brow, v_bcol, v_hrow, v_hcol, o_stride, o_brow, o_bcol, o_hrow, o_hcol,
-    s_batch, s_head, s_row, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, slopes_batch,
+    s_batch, s_head, s_row, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, slopes_stride,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     SHORT_DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
@@ -169,7 +170,7 @@ def keys_kernel(
         head = head_k * group + member
         slope = 0.0
         if ALIBI:
-            slope = tl.load(slopes_ptr + batch * slopes_batch + head)
+            slope = slope_of(slopes_ptr, slopes_stride, blocks_ptr, block, batch, head)
         q_row0, q_col = batch * q_brow + head * q_hrow, batch * q_bcol + head * q_hcol
         o_row0, o_col = batch * o_brow + head * o_hrow, batch * o_bcol + head * o_hcol
         stats_base = stats_ptr + batch64 * s_batch + head.to(tl.int64) * s_head
@@ -264,7 +265,7 @@ def queries_kernel(
     scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group, count, section,
     q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol,
     v_stride, v_brow, v_bcol, v_hrow, v_hcol, o_stride, o_brow, o_bcol, o_hrow, o_hcol,
-    s_batch, s_head, s_row, dq_batch, dq_row, dq_head, slopes_batch,
+    s_batch, s_head, s_row, dq_batch, dq_row, dq_head, slopes_stride,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     SHORT_DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
@@ -297,7 +298,7 @@ def queries_kernel(
     v_row0, v_col = batch * v_brow + head_k * v_hrow, batch * v_bcol + head_k * v_hcol
     slope = 0.0
     if ALIBI:
-        slope = tl.load(slopes_ptr + batch * slopes_batch + head)
+        slope = slope_of(slopes_ptr, slopes_stride, blocks_ptr, block, batch, head)
     row_hash = numbers.to(tl.uint32)
     if DROPOUT:
         row_hash = row_keys(seed_ptr, batch, head + head_start, index + numbers * stride)

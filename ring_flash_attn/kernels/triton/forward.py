@@ -24,6 +24,7 @@ from .scores import (
     mix,
     place,
     row_keys,
+    slope_of,
     spread,
     tile_entry,
 )
@@ -123,7 +124,7 @@ def forward_kernel(
     scale, softcap, threshold, keep_scale, head_start, d, dv, nheads, group, count, section,
     q_stride, q_brow, q_bcol, q_hrow, q_hcol, k_stride, k_brow, k_bcol, k_hrow, k_hcol,
     v_stride, v_brow, v_bcol, v_hrow, v_hcol, o_batch, o_row, o_head, l_batch, l_head, l_row,
-    r_batch, r_row, r_head, slopes_batch,
+    r_batch, r_row, r_head, slopes_stride,
     D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     SHORT_DOCS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, SINK: tl.constexpr,
@@ -171,7 +172,7 @@ def forward_kernel(
 
     slope = 0.0
     if ALIBI:
-        slope = tl.load(slopes_ptr + batch * slopes_batch + head)
+        slope = slope_of(slopes_ptr, slopes_stride, blocks_ptr, block, batch, head)
     row_hash = numbers.to(tl.uint32)
     if DROPOUT:
         row_hash = row_keys(seed_ptr, batch, head + head_start, index + numbers * stride)

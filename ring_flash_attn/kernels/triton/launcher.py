@@ -161,7 +161,7 @@ def _arguments(
         work.tiles,
         *given.values(),
         *strides,
-        0 if slopes is None or slopes.dim() == 1 else call.nheads,
+        call.slopes_stride,
     ]
     names = kernel.arg_names[len(arguments) :]
     assert set(names) == set(constants), set(names) ^ set(constants)

@@ -14,7 +14,7 @@ from ..tables import BlockEntry, TileEntry
 
 # Arguments that change from call to call and whose divisibility helps nobody: one kernel for all.
 ANY_NUMBER = [
-    "threshold", "head_start", "nheads", "nheads_k", "group", "count", "section", "slopes_batch",
+    "threshold", "head_start", "nheads", "nheads_k", "group", "count", "section", "slopes_stride",
     "length", "l_batch", "l_head", "e_batch", "e_head", "s_batch", "s_head",
     *(f"{x}_{y}row" for x in "qkvo" for y in "bh"),
 ]
@@ -22,6 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 BLOCK_COLUMNS = tl.constexpr(tables.BLOCK_COLUMNS)
 TILE_COLUMNS = tl.constexpr(tables.TILE_COLUMNS)
+DOCUMENT = tl.constexpr(tables.DOCUMENT)
 FIRST, LAST = tl.constexpr(tables.FIRST), tl.constexpr(tables.LAST)
 
 
@@ -33,6 +34,13 @@ def block_entry(blocks_ptr, number):
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
         tl.load(at + 5), tl.load(at + 6), tl.load(at + 7), tl.load(at + 8),
     )
+
+
+@triton.jit
+def slope_of(slopes_ptr, slopes_stride, blocks_ptr, block, batch, head):
+    """ALiBi's slope for a block of rows: that of its batch entry or document, and of a head."""
+    document = tl.load(blocks_ptr + block * BLOCK_COLUMNS + DOCUMENT)
+    return tl.load(slopes_ptr + (batch + document) * slopes_stride + head)
 
 
 @triton.jit
