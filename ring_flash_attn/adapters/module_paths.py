@@ -1,4 +1,4 @@
-"""The module paths of the original library, so that existing imports keep working."""
+"""The module paths of the original library and of flash_attn that existing projects import."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ MODULE_PATHS: dict[str, dict[str, str]] = {
         "RingComm": ".comm.historic",
     },
     "triton_utils": _LSE,
+    "bert_padding": dict.fromkeys(
+        (
+            "get_unpad_data",
+            "index_first_axis",
+            "index_first_axis_residual",
+            "index_put_first_axis",
+            "pad_input",
+            "rearrange",
+            "unpad_input",
+            "unpad_input_for_concatenated_sequences",
+        ),
+        ".adapters.bert_padding",
+    ),
     "layout": dict.fromkeys(("get_layout", "layout_names", "register_layout"), ".plan.layout"),
 }
 MODULE_PATHS["llama3_flash_attn_varlen"]["llama3_flash_attn_prepare_cu_seqlens"] = ".api.llama3"

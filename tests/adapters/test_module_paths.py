@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ring_flash_attn
-from ring_flash_attn.adapters import historic, module_paths
+from ring_flash_attn.adapters import bert_padding, historic, module_paths
 from ring_flash_attn.comm import historic as communicators
 from ring_flash_attn.plan import layout
 
@@ -35,6 +35,7 @@ UTILITIES = [
     ("utils", "AllGatherComm", communicators),
     ("triton_utils", "flatten_varlen_lse", historic),
     ("triton_utils", "unflatten_varlen_lse", historic),
+    *(("bert_padding", name, bert_padding) for name in bert_padding.__all__),
     ("layout", "get_layout", layout),
     ("layout", "layout_names", layout),
     ("layout", "register_layout", layout),
