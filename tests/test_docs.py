@@ -48,6 +48,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "docs/usage.md",
     "docs/context_parallel.md",
+    "docs/swap_in.md",
     "docs/kernels.md",
     "docs/benchmarks.md",
     "docs/design.md",
@@ -246,6 +247,19 @@ def test_the_sharding_example_runs(ranks: Callable[[int], Ranks]) -> None:
         )
         assert closeness(everything, expected) < 1e-12
     assert sorted(token for mine, _, _ in results for token in mine.tolist()) == list(range(20))
+
+
+def test_the_example_of_padded_batches_runs() -> None:
+    torch.manual_seed(0)
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
+    names: dict[str, Any] = {"qkv": torch.randn(2, 4, 3, 2, 8), "attention_mask": mask}
+    exec(block("docs/usage.md", "unpad"), names)
+    for row, tokens in zip(range(2), mask.bool()):
+        alone = ring_flash_attn.flash_attn_qkvpacked_func(
+            names["qkv"][row, tokens][None], causal=True
+        )
+        assert closeness(names["out"][row, tokens], alone[0]) < 1e-6
+        assert names["out"][row, ~tokens].eq(0).all()
 
 
 def run_relayout(rank: int, world_size: int, code: str, hidden: Tensor, w: Tensor) -> Tensor:

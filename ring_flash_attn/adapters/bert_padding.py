@@ -1,7 +1,7 @@
 """What projects import from `flash_attn.bert_padding`: padded batches to packed documents and back.
 
-The same names, arguments and results, without flash_attn. `ContextParallel` does this, and more, for
-a whole training batch.
+The same names, arguments and results, without flash_attn. `ContextParallel` does this, and more,
+for a whole training batch.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import pickle
 import re
@@ -80,6 +81,34 @@ def parameters(function: Any) -> str:
 @pytest.mark.parametrize("name", [*EXPECTED, *HELPERS])
 def test_parameters_have_the_known_names_order_and_defaults(name: str) -> None:
     assert parameters(getattr(ring_flash_attn, name)) == {**EXPECTED, **HELPERS}[name]
+
+
+# flash-attn 2.8.3: flash_attn/flash_attn_interface.py, flash_attn/bert_padding.py.
+FLASH_ATTN = {
+    "flash_attn.flash_attn_func": f"q, k, v, {FLASH}",
+    "flash_attn.flash_attn_kvpacked_func": f"q, kv, {FLASH}",
+    "flash_attn.flash_attn_qkvpacked_func": f"qkv, {FLASH}",
+    "flash_attn.flash_attn_varlen_func": f"q, k, v, {BOTH}, {FLASH}, block_table=None",
+    "flash_attn.flash_attn_varlen_kvpacked_func": f"q, kv, {BOTH}, {FLASH}",
+    "flash_attn.flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {FLASH}",
+    "flash_attn.bert_padding.unpad_input": "hidden_states, attention_mask, unused_mask=None",
+    "flash_attn.bert_padding.unpad_input_for_concatenated_sequences": (
+        "hidden_states, attention_mask_in_length"
+    ),
+    "flash_attn.bert_padding.pad_input": "hidden_states, indices, batch, seqlen",
+}
+
+
+@pytest.mark.parametrize("path", FLASH_ATTN)
+def test_flash_attns_parameters_come_first(path: str) -> None:
+    """In its order, so that positional calls mean the same; what is ours comes by name."""
+    module, _, name = path.rpartition(".")
+    ours = importlib.import_module(module.replace("flash_attn", "ring_flash_attn", 1))
+    found, _, _ = parameters(getattr(ours, name)).partition(", *")
+    assert found == FLASH_ATTN[path]
+    if importlib.util.find_spec("flash_attn") is not None:  # what is written above is still true
+        theirs = importlib.import_module(module)
+        assert parameters(getattr(theirs, name)) == FLASH_ATTN[path]
 
 
 def test_all_21_exports_are_there() -> None:
