@@ -68,7 +68,7 @@ NUMBERS: dict[str, float] = {
     "s_row": 2,
 }
 MULTIPLES = re.compile(  # of 16: head dimensions and strides
-    r"dv?|[qkvo]_(stride|[bh](row|col))|(o|l|r|s|dq|dk|dv)_(batch|row|head)|slopes_batch"
+    r"dv?|[qkvo]_(stride|[bh](row|col))|(o|l|r|s|dq|dk|dv)_(batch|row|head)|slopes_stride"
 )
 
 
