@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +31,8 @@ class BatchDocuments:
         source: for every token of the stream, its place in that batch, -1 for padding that was
             added; of a sequence without cu_seqlens. On the CPU.
         causal_only: documents end in padding that only a causal mask hides.
+        offsets: cu_seqlens as a tensor, on the CPU: torch.compile traces it, whatever it holds,
+            and would compile integers anew.
     """
 
     layout: Layout
@@ -40,11 +42,16 @@ class BatchDocuments:
     shape: tuple[int, ...]
     source: Tensor
     causal_only: bool
+    offsets: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        offsets = None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, device="cpu")
+        object.__setattr__(self, "offsets", offsets)
 
     @property
     def packed(self) -> bool:
         """Documents lie in one stream."""
-        return self.cu_seqlens is not None
+        return self.offsets is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

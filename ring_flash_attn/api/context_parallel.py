@@ -20,11 +20,14 @@ from ..plan.build import check_route
 from ..plan.layout import Layout, get_layout
 from .batch_parts import CONSUMED, check_dims, check_sizes, count, take, targets
 from .batches import IGNORE, BatchDocuments, Stream, read_stream
+from .operators import compilable
 from .sdpa import routed
 from .sharding import unshard
 
 if TYPE_CHECKING:
     from ..comm import Group
+
+_run_ring = compilable(run_ring)
 
 
 @dataclass(frozen=True)
@@ -161,11 +164,13 @@ class ContextParallel:
                         f"shape {tuple(x.shape)}"
                     )
             q, k, v = q[0], k[0], v[0]
-        where: dict[str, Any] = {"seqlen": documents.seqlen, "seqlen_k": documents.seqlen}
+        where: dict[str, Any]
         if documents.packed:
-            where = {"cu_seqlens": documents.cu_seqlens}
-        run = torch.compiler.disable(run_ring) if torch.compiler.is_compiling() else run_ring
-        out = run(
+            tracing = torch.compiler.is_compiling()
+            where = {"cu_seqlens": documents.offsets if tracing else documents.cu_seqlens}
+        else:
+            where = {"seqlen": documents.seqlen, "seqlen_k": documents.seqlen}
+        out = _run_ring(
             q,
             k,
             v,

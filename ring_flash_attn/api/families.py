@@ -9,7 +9,6 @@ hand. `__init__.pyi`, for editors and type checkers, is written by `make format`
 
 from __future__ import annotations
 
-import functools
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..engine.checks import unpack
-from ..engine.entry import run_single
 from ..plan.build import route_names
 from ..plan.layout import FLAT_PREFIX, layout_names
-from . import operators, signatures
+from . import signatures
+from .operators import compilable
 from .signatures import Signature
 
 PREFIXES = ("triton", "native", "cute")
@@ -168,7 +165,7 @@ class Function:
         lines.append(f"return _run(q, k, v, {', '.join(arguments)})")
         source = "\n    ".join((self.stub, *lines))
         code = compile(source, f"<{self.name}>", "exec", flags=annotations.compiler_flag)
-        scope: dict[str, Any] = {"_run": _compilable(signature.run), "_unpack": unpack}
+        scope: dict[str, Any] = {"_run": compilable(signature.run), "_unpack": unpack}
         exec(code, scope)
         function: Callable[..., Any] = scope[self.name]
         function.__doc__, function.__module__ = self._doc(), module
@@ -198,24 +195,6 @@ class Function:
         returns = f"    out, {shapes('nheads, headdim_v')}; see return_attn_probs for more."
         parts = (family.summary, about, f"Args:\n{arguments}", f"Returns:\n{returns}\n")
         return "\n\n".join(part for part in parts if part)
-
-
-def _compilable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for which torch.compile breaks the graph instead of tracing into a plan.
-
-    On one device it is traced as one operator, where that can be.
-    """
-    has_operator = function is run_single
-
-    @functools.wraps(function)
-    def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            return function(q, k, v, **options)
-        if has_operator and operators.traceable(**options):
-            return operators.traced(q, k, v, **options)
-        return torch.compiler.disable(function)(q, k, v, **options)
-
-    return run
 
 
 FUNCTIONS = {

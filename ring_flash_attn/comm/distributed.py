@@ -63,6 +63,13 @@ def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
     return mesh.get_group()
 
 
+def group_called(name: str) -> ProcessGroup:
+    """The group with this `group_name`, as torch's functional collectives find theirs."""
+    c10d: Any = dist.distributed_c10d
+    group: ProcessGroup = c10d._resolve_process_group(name)
+    return group
+
+
 def rank_and_size(group: Group | None) -> tuple[int, int]:
     group = resolve_group(group)
     return dist.get_rank(group), dist.get_world_size(group)

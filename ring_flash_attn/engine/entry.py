@@ -19,7 +19,7 @@ from ..plan.problem import Problem
 from . import checks
 from .attention import QKV, PreparedCall
 from .checks import CuSeqlens, document_lengths
-from .prepare import Options, Output, prepare, run_on_group, run_prepared
+from .prepare import GroupCall, Options, Output, prepare, run_on_group, run_prepared
 
 if TYPE_CHECKING:
     from ..comm import Group
@@ -29,7 +29,7 @@ _CONNECTED = 16  # ranks of which each may have a connection to every other
 _FEW_TOKENS = 8192  # of a rank; with more, launches of two sources are as fast as larger ones
 
 
-def run_ring(
+def ring_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,7 +47,7 @@ def run_ring(
     sources_per_launch: int | None = None,
     group: Group | None = None,
     **options: Any,
-) -> Output:
+) -> GroupCall:
     """A batch, or packed documents, spread over the group.
 
     Without `packed`, cu_seqlens decides. It is that of the whole stream or, with `equal_shards`,
@@ -86,10 +86,10 @@ def run_ring(
         same = {"seqlen_q": lengths_q, "seqlen_k": lengths_k, "batch": q.shape[0]}
     heads = k.shape[2], heads_k_stride, sources_per_launch
     problem = make_problem(layout, route, lengths_q, lengths_k, world_size, opts, *heads)
-    return run_on_group(route, problem, shard, opts, group, same, packed)
+    return GroupCall(route, problem, shard, opts, group, same, packed)
 
 
-def run_llama3(
+def llama3_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -105,7 +105,7 @@ def run_llama3(
     local_k_slice: slice,
     group: Group | None = None,
     **options: Any,
-) -> Output:
+) -> GroupCall:
     """Packed documents in a stream that is split evenly; each rank knows its own part."""
     rank, world_size = comm.rank_and_size(group)
     opts = Options(**options)
@@ -137,7 +137,17 @@ def run_llama3(
         bottom_right=opts.causal or q.shape[1] != k.shape[1],
     )
     same = {"total_q": q.shape[1], "total_k": k.shape[1]}
-    return run_on_group(route, problem, shard, opts, group, same, packed)
+    return GroupCall(route, problem, shard, opts, group, same, packed)
+
+
+def run_ring(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
+    """`ring_call`, run."""
+    return run_on_group(ring_call(q, k, v, **options))
+
+
+def run_llama3(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
+    """`llama3_call`, run."""
+    return run_on_group(llama3_call(q, k, v, **options))
 
 
 def run_single(

@@ -163,17 +163,33 @@ def run_prepared(
     return [(out, lse, None) if with_lse else out for out, lse in results]
 
 
-def run_on_group(
-    route: str,
-    problem: Problem,
-    shard: QKV,
-    opts: Options,
-    group: Group | None,
-    same: Mapping[str, object],
-    packed: bool,
-) -> Output:
-    """Run on this rank of a group; `same` is what else has to be equal on all ranks."""
-    group, device = comm.resolve_group(group), shard[0].device
+@dataclass(frozen=True, slots=True)
+class GroupCall:
+    """What this rank of a group is asked to compute, checked.
+
+    Attributes:
+        shard: q, k and v as (batch, seqlen, nheads, headdim), whether or not they came `packed`.
+        same: what has to be equal on all ranks, besides what all calls have.
+    """
+
+    route: str
+    problem: Problem
+    shard: QKV
+    opts: Options
+    group: Group | None
+    same: Mapping[str, object]
+    packed: bool
+
+
+def prepare_on_group(
+    asked: GroupCall, grad: bool | None = None, agreed: bool = False
+) -> PreparedCall:
+    """What does the call, but for dropout's seed, once all ranks have agreed on it.
+
+    `grad` says whether there will be a backward pass, where the shards do not.
+    """
+    problem, device = asked.problem, asked.shard[0].device
+    group = comm.resolve_group(asked.group)
     rank, _ = comm.rank_and_size(group)
     if device.type == "meta":
         raise ValueError("q, k and v are on meta: there is nothing to send to other ranks")
@@ -181,8 +197,10 @@ def run_on_group(
     def connect() -> list[comm.Transport]:
         return [comm.DistributedTransport(group, device)]
 
-    prepared = prepare(route, problem, {rank: shard}, opts, connect)
-    signature = _signature(prepared, route, problem, same)
+    prepared = prepare(asked.route, problem, {rank: asked.shard}, asked.opts, connect, grad=grad)
+    if agreed:
+        return prepared
+    signature = _signature(prepared, asked.route, problem, asked.same)
     if isinstance(problem, Llama3Problem) and comm.check_mode() == "values":
         signature += (("RFA_CHECK", "values"),)
         parts = comm.agree(signature, group, problem.documents)
@@ -191,9 +209,21 @@ def run_on_group(
     else:
         comm.agree(signature, group)
     comm.connect(group, device)  # whether or not this rank has anything to send
+    return prepared
+
+
+def with_shared_seed(prepared: PreparedCall, seed: Tensor, group: Group | None) -> PreparedCall:
+    """With dropout's seed, that of the group's first rank."""
+    shared = comm.share_seed(seed, comm.resolve_group(group), prepared.call.device)
+    return prepared.changed(seed=shared)
+
+
+def run_on_group(asked: GroupCall) -> Output:
+    """Run on this rank of a group."""
+    prepared, opts = prepare_on_group(asked), asked.opts
     if opts.dropout_p:
-        prepared = prepared.changed(seed=comm.share_seed(draw_seed(), group, device))
-    return run_prepared(prepared, [shard], opts.sink, opts.return_attn_probs, packed)[0]
+        prepared = with_shared_seed(prepared, draw_seed(), asked.group)
+    return run_prepared(prepared, [asked.shard], opts.sink, opts.return_attn_probs, asked.packed)[0]
 
 
 def _signature(

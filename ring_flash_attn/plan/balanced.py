@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
-from .layout import add_layout, chunk
+from .layout import add_layout, chunk, remember_layout
 from .tiles import Mask, band_pairs
 
 Slice = tuple[int, int, int]  # document, first token, one past the last
@@ -29,6 +29,7 @@ BLOCK = 128  # rows of a kernel's block: a slice costs as much as its blocks
 SHORT = 4 * BLOCK  # tokens; shorter documents cost more than their pairs, so all ranks get some
 SMALL = 16  # provided that so many of them fit into a rank
 CLOSE = 0.002  # by how much of its share a rank's pairs may be off, where that saves something
+_CAUSAL = ((Mask(right=0), 1),)
 TOKEN = 200  # pairs that are computed while the keys and values of a token are on the way
 
 
@@ -51,18 +52,21 @@ class Balanced:
             where that can be; None: all ranks are alike.
     """
 
-    masks: tuple[tuple[Mask, float], ...] = ((Mask(right=0), 1),)
+    masks: tuple[tuple[Mask, float], ...] = _CAUSAL
     ranks_per_node: int | None = None
+    name: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "masks", _checked_masks(self.masks))
         ranks = self.ranks_per_node
         if ranks is not None and (type(ranks) is not int or ranks < 1):
             raise ValueError(f"ranks_per_node must be a positive integer or None, not {ranks!r}")
+        default = self.masks == _CAUSAL and ranks is None
+        object.__setattr__(self, "name", "balanced" if default else repr(self))
+        remember_layout(self)
 
-    @property
-    def name(self) -> str:
-        return "balanced" if self == Balanced() else repr(self)
+    def __reduce__(self) -> tuple[object, ...]:
+        return Balanced, (self.masks, self.ranks_per_node)  # so that its name finds the copy
 
     def held(
         self,

@@ -109,6 +109,7 @@ class SplitLayout:
 
 
 _LAYOUTS: dict[str, Layout] = {}
+_UNLISTED: dict[str, Layout] = {}  # found by their names, like all others
 
 
 def register_layout(name: str) -> Callable[[Split], Split]:
@@ -127,6 +128,11 @@ def add_layout(layout: Layout) -> None:
     _LAYOUTS[layout.name] = layout
 
 
+def remember_layout(layout: Layout) -> None:
+    """Let its name find it, but do not list it: operators of torch take layouts by name."""
+    _UNLISTED[layout.name] = layout
+
+
 def layout_names() -> tuple[str, ...]:
     """All layouts, in order of registration."""
     return tuple(_LAYOUTS)
@@ -134,8 +140,10 @@ def layout_names() -> tuple[str, ...]:
 
 def get_layout(layout: str | Layout) -> Layout:
     """The layout of this name, or the layout itself; ValueError that lists the names otherwise."""
-    if isinstance(layout, str) and layout in _LAYOUTS:
-        return _LAYOUTS[layout]
+    if isinstance(layout, str):
+        found = _LAYOUTS.get(layout) or _UNLISTED.get(layout)
+        if found is not None:
+            return found
     if isinstance(layout, Layout) and not isinstance(layout, type):
         return layout
     raise ValueError(

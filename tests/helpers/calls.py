@@ -65,10 +65,14 @@ def held_of(
 EACH = "each"  # for alibi_slopes: those of every sequence of a batch, or of every document
 
 
-def sample_for(name: str, **options: Any) -> Sample:
-    """Make global inputs that a function can take: packing ties head counts and dimensions."""
+def sample_for(name: str, lengths: tuple[int, ...] | None = None, **options: Any) -> Sample:
+    """Make global inputs that a function can take: packing ties head counts and dimensions.
+
+    `lengths` of packed documents are `LENGTHS` unless given.
+    """
     family, form = FUNCTIONS[name]
-    lengths = LENGTHS.get(family.signature.name)
+    kind = family.signature.name
+    lengths = (lengths or LENGTHS[kind]) if kind in LENGTHS else None
     if options.get("alibi_slopes") is EACH:
         rows = 2 if lengths is None else len(lengths)
         options["alibi_slopes"] = torch.linspace(-0.2, 1.1, 4 * rows).view(rows, 4)
