@@ -71,10 +71,16 @@ class Operator:
         prepare: makes of (q, k, v), the arguments and whether this is the backward pass what does
             the call, and its tensors.
         packed: whether tensors are (total, …) rather than (batch, seqlen, …).
+        tags: of torch.
     """
 
     def __init__(
-        self, name: str, arguments: str, prepare: Prepare, packed: Callable[[Arguments], bool]
+        self,
+        name: str,
+        arguments: str,
+        prepare: Prepare,
+        packed: Callable[[Arguments], bool],
+        tags: tuple[torch.Tag, ...] = (),
     ) -> None:
         self.names = tuple(each.split()[-1] for each in arguments.split(", "))
         self._prepare, self._packed = prepare, packed
@@ -84,6 +90,7 @@ class Operator:
             self._forward,
             mutates_args=(),
             schema=f"({inputs}) -> (Tensor, Tensor)",
+            tags=tags,
         )
         self.backward = torch.library.custom_op(
             f"ring_flash_attn::{name}_backward",
@@ -91,6 +98,7 @@ class Operator:
             mutates_args=(),
             schema=f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {inputs}) -> "
             "(Tensor, Tensor, Tensor, Tensor)",
+            tags=tags,
         )
         self.forward.register_fake(self._fake_forward)
         self.backward.register_fake(self._fake_backward)
@@ -244,6 +252,7 @@ def _is_packed(given: Arguments) -> bool:
     return bool(given["packed"]) if given["packed"] is not None else offsets != (None, None)
 
 
+_NOT_CAPTURED = (torch.Tag.cudagraph_unsafe,)  # a CUDA graph would keep its documents
 _RING_NAMES = (
     "equal_shards", "cu_seqlens", "cu_seqlens_k", "max_seqlen", "seqlen", "seqlen_k",
     "heads_k_stride", "sources_per_launch",
@@ -261,12 +270,14 @@ ring_attention_op = Operator(
     _GROUP + _RING + _OPTIONS,
     functools.partial(_prepare_on_group, ring_call, _RING_NAMES),
     _is_packed,
+    _NOT_CAPTURED,
 )
 llama3_attention_op = Operator(
     "llama3_attention",
     _GROUP + _LLAMA3 + _OPTIONS,
     functools.partial(_prepare_on_group, llama3_call, _LLAMA3_NAMES),
     _is_packed,
+    _NOT_CAPTURED,
 )
 
 

@@ -59,7 +59,8 @@ def ring_call(
             raise ValueError("cu_seqlens_k is given without cu_seqlens")
         if packed and (seqlen is not None or seqlen_k is not None):
             raise ValueError("seqlen and seqlen_k go with a batch, not with cu_seqlens")
-    _, world_size = comm.rank_and_size(group)
+    group = comm.resolve_group(group)
+    rank, world_size = comm.rank_and_size(group)
     opts = Options(**options)
     shard = q, k, v = _prepare(q, k, v, packed)
     same: dict[str, object]
@@ -86,7 +87,7 @@ def ring_call(
         same = {"seqlen_q": lengths_q, "seqlen_k": lengths_k, "batch": q.shape[0]}
     heads = k.shape[2], heads_k_stride, sources_per_launch
     problem = make_problem(layout, route, lengths_q, lengths_k, world_size, opts, *heads)
-    return GroupCall(route, problem, shard, opts, group, same, packed)
+    return GroupCall(route, problem, shard, opts, group, rank, same, packed)
 
 
 def llama3_call(
@@ -107,6 +108,7 @@ def llama3_call(
     **options: Any,
 ) -> GroupCall:
     """Packed documents in a stream that is split evenly; each rank knows its own part."""
+    group = comm.resolve_group(group)
     rank, world_size = comm.rank_and_size(group)
     opts = Options(**options)
     shard = q, k, v = _prepare(q, k, v, packed)
@@ -137,7 +139,7 @@ def llama3_call(
         bottom_right=opts.causal or q.shape[1] != k.shape[1],
     )
     same = {"total_q": q.shape[1], "total_k": k.shape[1]}
-    return GroupCall(route, problem, shard, opts, group, same, packed)
+    return GroupCall(route, problem, shard, opts, group, rank, same, packed)
 
 
 def run_ring(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .attention import QKV, LocalRank, PreparedCall, attention, needs_grad
 from .executor import Pool
 
 if TYPE_CHECKING:
-    from ..comm import Group
+    from torch.distributed import ProcessGroup
 
 Output = Tensor | tuple[Tensor, Tensor, None]
 
@@ -163,8 +163,7 @@ def run_prepared(
     return [(out, lse, None) if with_lse else out for out, lse in results]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupCall:
+class GroupCall(NamedTuple):  # which is made faster than a dataclass: at every call
     """What this rank of a group is asked to compute, checked.
 
     Attributes:
@@ -176,7 +175,8 @@ class GroupCall:
     problem: Problem
     shard: QKV
     opts: Options
-    group: Group | None
+    group: ProcessGroup
+    rank: int
     same: Mapping[str, object]
     packed: bool
 
@@ -188,16 +188,16 @@ def prepare_on_group(
 
     `grad` says whether there will be a backward pass, where the shards do not.
     """
-    problem, device = asked.problem, asked.shard[0].device
-    group = comm.resolve_group(asked.group)
-    rank, _ = comm.rank_and_size(group)
+    problem, group, device = asked.problem, asked.group, asked.shard[0].device
     if device.type == "meta":
         raise ValueError("q, k and v are on meta: there is nothing to send to other ranks")
 
     def connect() -> list[comm.Transport]:
         return [comm.DistributedTransport(group, device)]
 
-    prepared = prepare(asked.route, problem, {rank: asked.shard}, asked.opts, connect, grad=grad)
+    prepared = prepare(
+        asked.route, problem, {asked.rank: asked.shard}, asked.opts, connect, grad=grad
+    )
     if agreed:
         return prepared
     signature = _signature(prepared, asked.route, problem, asked.same)
@@ -212,10 +212,9 @@ def prepare_on_group(
     return prepared
 
 
-def with_shared_seed(prepared: PreparedCall, seed: Tensor, group: Group | None) -> PreparedCall:
+def with_shared_seed(prepared: PreparedCall, seed: Tensor, group: ProcessGroup) -> PreparedCall:
     """With dropout's seed, that of the group's first rank."""
-    shared = comm.share_seed(seed, comm.resolve_group(group), prepared.call.device)
-    return prepared.changed(seed=shared)
+    return prepared.changed(seed=comm.share_seed(seed, group, prepared.call.device))
 
 
 def run_on_group(asked: GroupCall) -> Output:
