@@ -1,9 +1,12 @@
-"""Documents of the repository, and the blocks and tables in them."""
+"""Documents of the repository, the blocks and tables in them, and its examples."""
 
 from __future__ import annotations
 
 import re
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,3 +28,15 @@ def table(document: str, mark: str) -> list[list[str]]:
     """The cells of a table, without its head."""
     lines = block(document, mark).splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def example(name: str) -> ModuleType:
+    """A script of examples/, as a module; in any process."""
+    full = f"examples_{name}"
+    if full not in sys.modules:
+        spec = spec_from_file_location(full, ROOT / "examples" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[full] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[full])
+    return sys.modules[full]

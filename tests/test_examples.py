@@ -1,0 +1,120 @@
+"""The examples run, and what they compute does not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from documents import ROOT, example
+from ranks import Ranks
+
+from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.layout import layout_names
+
+# examples/train.py
+
+SMALL = ["--steps", "10", "--width", "32", "--tokens", "120", "--packs", "2"]
+FP32: dict[str, Any] = {"rtol": 1e-6, "atol": 0}  # measured: 1.2e-7, one unit in the last place
+
+
+def losses(rank: int, world_size: int, *arguments: str) -> torch.Tensor:
+    train = example("train")
+    options = train.parse_options([*SMALL, *arguments])
+    return torch.tensor(train.train(options, torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: Callable[[int], Ranks]) -> torch.Tensor:
+    (found,) = ranks(1).run(losses, "--layout", "contiguous")
+    assert found[-1] < found[0] - 0.5  # it learns
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        (2, ""),
+        (4, ""),
+        (4, "--data-parallel 2 --fsdp"),
+        pytest.param(2, "--fsdp --divisor 8", marks=pytest.mark.slow),
+        pytest.param(4, "--data-parallel 2", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_of_any_ranks_coincide(
+    world_size: int, arguments: str, one_rank: torch.Tensor, ranks: Callable[[int], Ranks]
+) -> None:
+    for found in ranks(world_size).run(losses, *arguments.split()):
+        torch.testing.assert_close(found, one_rank, **FP32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", route_names())
+@pytest.mark.parametrize("layout", layout_names())
+def test_losses_of_any_layout_and_route_coincide(
+    layout: str, route: str, one_rank: torch.Tensor, ranks: Callable[[int], Ranks]
+) -> None:
+    arguments = "--layout", layout, "--route", route, "--kernel", "reference", "--steps", "3"
+    for found in ranks(2).run(losses, *arguments):
+        torch.testing.assert_close(found, one_rank[:3], **FP32)
+
+
+def impossible(rank: int, world_size: int) -> None:
+    for arguments, words in (
+        (("--data-parallel", "3"), "data_parallel = 3 must divide the 2 ranks and the 2 packs"),
+        (("--packs", "3", "--data-parallel", "2"), "and the 3 packs"),
+        (("--layout", "spiral"), "layout 'spiral'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            losses(rank, world_size, *arguments)
+
+
+def test_impossible_options_of_training_are_refused(
+    ranks: Callable[[int], Ranks], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(2).run(impossible)
+    for arguments in ("--plot page.html", "run.json"):
+        with pytest.raises(SystemExit):
+            example("train").parse_options(arguments.split())
+        assert "--plot takes one RUN or more" in capsys.readouterr().err
+
+
+def run_script(*arguments: str, torchrun: int = 0) -> str:
+    launch = [sys.executable]
+    if torchrun:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
+    done = subprocess.run(
+        [*launch, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_training_from_the_command_line(tmp_path: Path, one_rank: torch.Tensor) -> None:
+    """In processes of its own, and under torchrun; then the curves of both."""
+    spawned, launched, page = (tmp_path / n for n in ("two.json", "fsdp.json", "page.html"))
+    script = ["examples/train.py", *SMALL, "--steps", "2"]
+    printed = run_script(*script, "--world-size", "2", "--json", str(spawned))
+    run_script(*script, "--fsdp", "--json", str(launched), torchrun=2)
+    for path in (spawned, launched):
+        run = json.loads(path.read_text())
+        assert run["world_size"] == 2
+        torch.testing.assert_close(torch.tensor(run["losses"]), one_rank[:2], **FP32)
+    shown = torch.tensor([float(line.split()[-1]) for line in printed.splitlines()])
+    torch.testing.assert_close(shown, one_rank[:2], rtol=0, atol=2e-6)
+    run_script("examples/train.py", "--plot", str(page), str(spawned), str(launched))
+    drawn = page.read_text(encoding="utf-8")
+    assert "two, 2 ranks" in drawn
+    assert "fsdp, 2 ranks" in drawn
