@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from .api.sharding import relayout as relayout
     from .api.sharding import shard as shard
     from .api.sharding import unshard as unshard
+    from .api.torch_context_parallel import context_parallel as context_parallel
+    from .api.torch_context_parallel import context_parallel_unshard as context_parallel_unshard
+    from .api.torch_context_parallel import set_rotate_method as set_rotate_method
     from .api.virtual import virtual_ring_attention as virtual_ring_attention
     from .plan.balanced import Balanced as Balanced
     from .plan.tiles import Mask as Mask
@@ -39,9 +42,12 @@ _HOMES = {
     "Balanced": ".plan.balanced",
     "ContextParallel": ".api.context_parallel",
     "Mask": ".plan.tiles",
+    "context_parallel": ".api.torch_context_parallel",
+    "context_parallel_unshard": ".api.torch_context_parallel",
     "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",
     "position_ids": ".api.sharding",
     "relayout": ".api.sharding",
+    "set_rotate_method": ".api.torch_context_parallel",
     "shard": ".api.sharding",
     "substitute_hf_flash_attn": ".adapters",
     "unshard": ".api.sharding",

@@ -49,6 +49,7 @@ DOCUMENTS = [
     "docs/usage.md",
     "docs/context_parallel.md",
     "docs/swap_in.md",
+    "docs/training.md",
     "docs/kernels.md",
     "docs/benchmarks.md",
     "docs/design.md",

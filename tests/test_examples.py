@@ -1,9 +1,11 @@
-"""The examples run, and what they compute does not depend on the number of ranks."""
+"""The examples and docs/training.md: they run, and no result depends on the number of ranks."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-from documents import ROOT, example
+import torch.distributed as dist
+from documents import ROOT, block, example
 from ranks import Ranks
+from tiny_model import (
+    TinyModel,
+    expected,
+    gradients,
+    plain_attention,
+    random_documents,
+    stacked,
+    without_weights,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
@@ -118,3 +132,45 @@ def test_training_from_the_command_line(tmp_path: Path, one_rank: torch.Tensor) 
     drawn = page.read_text(encoding="utf-8")
     assert "two, 2 ranks" in drawn
     assert "fsdp, 2 ranks" in drawn
+
+
+def test_runs_on_the_page_parse() -> None:
+    """Each writes the file that the last one draws."""
+    lines = [shlex.split(line) for line in block("docs/training.md", "runs").splitlines()]
+    assert all("examples/train.py" in words for words in lines)
+    after = [words[words.index("examples/train.py") + 1 :] for words in lines]
+    *runs, last = map(example("train").parse_options, after)
+    assert len(runs) == 3
+    assert last.runs == [run.json for run in runs]
+    printed = re.findall(r"(?:python|torchrun) .*examples/train.py .*", example("train").__doc__)
+    assert len(printed) == 3
+
+
+# docs/training.md
+
+PAGE = "docs/training.md"
+
+
+def run_torch_context(rank: int, world_size: int, code: str, ids: torch.Tensor) -> dict[str, Any]:
+    model, attention = TinyModel(), plain_attention()
+    names: dict[str, Any] = {
+        "torch": torch,
+        "F": F,
+        "ids": ids,
+        "mesh": init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "cp")),
+        "model": lambda ids, positions: model(ids, positions, attention),
+    }
+    exec(code, names)
+    grads = gradients(model)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return {"grads": grads, "logits": names["whole"]}
+
+
+def test_the_example_of_torchs_context_parallel_runs(ranks: Callable[[int], Ranks]) -> None:
+    documents = [(ids, ids, w) for ids, _, w in without_weights(random_documents((12, 12)))]
+    right, ids = expected(documents), stacked(documents)["input_ids"]
+    for found in ranks(2).run(run_torch_context, block(PAGE, "torch"), ids):
+        torch.testing.assert_close(found["logits"], torch.stack(right["logits"]))
+        for name, grad in right["grads"].items():
+            torch.testing.assert_close(found["grads"][name], grad, rtol=0, atol=1e-10)

@@ -24,6 +24,7 @@ from calls import FUNCTIONS, extra_arguments, packed_inputs
 from samples import make_sample
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.nn import functional as F
 
 import ring_flash_attn
 from ring_flash_attn.api.families import PREFIXES
@@ -218,7 +219,7 @@ KINDS: dict[str, Kind] = {
     "kernel": NAME,
     "layout": NAME,
     "route": NAME,
-    "group": Kind({"None": None}, like=lambda _: [dist.group.WORLD]),
+    **dict.fromkeys(("group", "mesh"), Kind({"None": None}, like=lambda _: [dist.group.WORLD])),
     "block_table": Kind({"None": None}),
     "cu_seqlens": OFFSETS,
     "cu_seqlens_q": OFFSETS,
@@ -295,6 +296,14 @@ WHO = {
 NOTHING = {"None": None}
 
 
+def context_parallel(buffers: Any, **arguments: Any) -> list[Tensor]:
+    """What the context does to buffers and to torch's attention."""
+    with ring_flash_attn.context_parallel(buffers=buffers, **arguments):
+        shards = [x.clone() for x in buffers]
+        x = torch.linspace(-1, 1, 7 * 4).view(1, 1, 7, 4)
+        return [*shards, F.scaled_dot_product_attention(x, x, x)]
+
+
 def other_cases() -> Iterator[tuple[str, Case]]:
     """The functions that are no attention functions, and virtual_ring_attention."""
     x, cu = torch.randn(6, 7), torch.tensor([0, 2, 6])
@@ -360,6 +369,24 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     kinds["process_group"] = KINDS["group"]
     yield "update", Case(update, right, tuple(right), kinds)
 
+    lists = Kind({}, unlike=lambda right: [right[0], {0: right[0]}, {*right}, [*right, *right]])
+    dims = {"buffer_seq_dims": Kind({"[1]": [1]}), "seq_dims": Kind({"[1]": [1]})}
+    kept = Kind({"None": None, "[]": []}, unlike=lambda _: [{x}, [x], x])
+    routes = Kind(NOTHING, unlike=NAME.unlike)
+    kinds = {"buffers": lists, **dims, "no_restore_buffers": kept, "route": routes}
+    right = {"mesh": None, "buffers": [x.clone()], "buffer_seq_dims": [1], "layout": "zigzag"}
+    names = ("mesh", "buffers", "buffer_seq_dims", "no_restore_buffers", "layout", "route")
+    right |= {"kernel": "reference", "route": "ring"}
+    yield "context_parallel", Case(context_parallel, right, (*names, "kernel"), kinds)
+    gathered = ring_flash_attn.context_parallel_unshard
+    kinds |= {"load_balancer": Kind(NOTHING), "seqlen": seqlen}
+    right = {"mesh": None, "buffers": [x], "seq_dims": [1], "layout": "zigzag", "seqlen": 7}
+    names = ("mesh", "buffers", "seq_dims", "load_balancer", "layout", "seqlen")
+    yield "context_parallel_unshard", Case(gathered, right, names, kinds)
+    rotate = ring_flash_attn.set_rotate_method
+    right = {"rotate_method": "alltoall"}
+    yield "set_rotate_method", Case(rotate, right, tuple(right), {"rotate_method": NAME})
+
     virtual = ring_flash_attn.virtual_ring_attention
     q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8)
     options = tuple(option.name for option in fields(Options))
@@ -394,6 +421,7 @@ ALIASES = {
     "to_layout": ("layout",),
     "cu_seqlens_k": ("cu_seqlens",),
     "process_group": ("group",),
+    "mesh": ("group",),
 }
 
 
