@@ -188,7 +188,8 @@ def _messages(buffer: Tensor, packing: Packing, receive: bool) -> list[comm.Mess
     """A contiguous rows-first buffer in parts; as bytes, because NCCL does not know every dtype."""
     parts = buffer.split([count for _, count in packing.counts])
     return [
-        comm.Message(part.flatten().view(torch.uint8), peer, receive)
+        # A single element may have any stride, which a view of bytes does not take.
+        comm.Message(part.as_strided((part.numel(),), (1,)).view(torch.uint8), peer, receive)
         for (peer, _), part in zip(packing.counts, parts, strict=True)
     ]
 

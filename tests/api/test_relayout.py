@@ -125,6 +125,15 @@ def test_other_shapes(shape: tuple[int, ...]) -> None:
     assert same(relayout(old, "zigzag", "stripe", dim=0), new)
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_single_numbers_travel(world_size: int) -> None:
+    """Position ids of one row, of which a peer gets one: an element that may have any stride."""
+    x = torch.arange(2 * world_size)[None]
+    for before, after in product(layout_names(), repeat=2):
+        old, new = (shards_of(x, layout, world_size, dim=1) for layout in (before, after))
+        assert same(relayout(old, before, after, dim=1), new)
+
+
 @pytest.mark.parametrize("layout", layout_names())
 def test_the_same_layout_is_a_copy(layout: str) -> None:
     old = shards_of(torch.randn(21), layout, 2, CU_SEQLENS)
