@@ -29,6 +29,7 @@ from tiny_model import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from ring_flash_attn import ContextParallel, shard
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 
@@ -146,6 +147,53 @@ def test_runs_on_the_page_parse() -> None:
     assert len(printed) == 3
 
 
+# examples/hybrid.py
+
+
+def hybrid_step(
+    rank: int, world_size: int, lengths: tuple[int, ...], layout: str | None, rows: bool
+) -> None:
+    """Logits, loss and gradients of all parameters; equal sequences as rows or as a pack."""
+    hybrid = example("hybrid")
+    torch.manual_seed(0)
+    model = hybrid.HybridModel().double()
+    documents = [torch.randint(hybrid.VOCABULARY, (length,)) for length in lengths]
+    ids = torch.stack(documents) if rows else torch.cat(documents)[None]
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if not rows:
+        batch["cu_seqlens"] = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    found = hybrid.on_ranks(model, batch, ContextParallel(layout=layout))
+    right = hybrid.on_one_device(model, documents)
+    assert len(found) == len(right) > 10
+    for ours, theirs in zip(found, right, strict=True):
+        torch.testing.assert_close(ours, theirs.view_as(ours), rtol=0, atol=1e-12)
+    assert all(grad.abs().max() > 1e-6 for grad in right[2:])
+
+
+FORMS = {"packed": (9, 1, 14, 3), "rows": (7, 7), "more ranks than tokens": (2, 1)}
+
+
+@pytest.mark.product(4)
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [(form, layout) for layout in (None, "stripe") for form in FORMS]
+    + [("packed", layout) for layout in layout_names() if layout != "stripe"],
+)
+def test_a_hybrid_model_is_that_of_one_device(
+    form: str, layout: str | None, ranks: Callable[[int], Ranks]
+) -> None:
+    for world_size in (2, 4):
+        ranks(world_size).run(hybrid_step, FORMS[form], layout, form == "rows")
+
+
+@pytest.mark.slow
+def test_the_hybrid_model_from_the_command_line() -> None:
+    printed = run_script("examples/hybrid.py", "--lengths", "20", "5", "9", torchrun=2)
+    errors = dict(re.findall(r"(.*): .* = (\S+)", printed))
+    assert {"logits", "loss", "gradient of state_space.inputs.weight"} <= set(errors)
+    assert all(float(error) < 1e-5 for error in errors.values()), printed
+
+
 # docs/training.md
 
 PAGE = "docs/training.md"
@@ -174,3 +222,26 @@ def test_the_example_of_torchs_context_parallel_runs(ranks: Callable[[int], Rank
         torch.testing.assert_close(found["logits"], torch.stack(right["logits"]))
         for name, grad in right["grads"].items():
             torch.testing.assert_close(found["grads"][name], grad, rtol=0, atol=1e-10)
+
+
+def run_hybrid(rank: int, world_size: int, code: str) -> None:
+    cp = ContextParallel()
+    ids = torch.arange(20)[None]
+    part = cp.shard({"input_ids": ids, "cu_seqlens": [0, 4, 15, 20]})
+    seen = []
+    names: dict[str, Any] = {
+        "cp": cp,
+        "part": part,
+        "x": part["input_ids"],
+        "attention_layer": lambda x: seen.append(x) or x,
+        "state_space_layer": lambda x: seen.append(x) or x + 100,
+    }
+    exec(code, names)
+    balanced = shard(ids[0], "balanced", cu_seqlens=[0, 4, 15, 20])[None]
+    assert torch.equal(seen[0], balanced)
+    assert torch.equal(seen[1], ids[:, 10 * rank : 10 * rank + 10])
+    assert torch.equal(names["x"], balanced + 100)
+
+
+def test_the_example_of_a_hybrid_runs(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(run_hybrid, block(PAGE, "hybrid"))
