@@ -58,6 +58,7 @@ DOCUMENTS = [
     "docs/lab/assistants.md",
     "docs/lab/results.md",
     "docs/troubleshooting.md",
+    "examples/torchtitan.md",
     "results/README.md",
 ]
 GROUP: Any = typer.main.get_command(app)

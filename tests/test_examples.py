@@ -1,16 +1,20 @@
-"""The examples and docs/training.md: they run, and no result depends on the number of ranks."""
+"""The examples and docs/training.md: all of it runs, and no result depends on the ranks."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,8 +32,9 @@ from tiny_model import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from ring_flash_attn import ContextParallel, shard
+from ring_flash_attn import ContextParallel, context_parallel, shard
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 
@@ -245,3 +250,159 @@ def run_hybrid(rank: int, world_size: int, code: str) -> None:
 
 def test_the_example_of_a_hybrid_runs(ranks: Callable[[int], Ranks]) -> None:
     ranks(2).run(run_hybrid, block(PAGE, "hybrid"))
+
+
+# examples/torchtitan.md
+
+TORCHTITAN = "examples/torchtitan.md"
+
+
+def hunks(mark: str) -> dict[str, str]:
+    """What a diff leaves of the lines that it shows, by the words that say where."""
+    parts = re.split(r"^(?:---.*\n)?@@ (.*)\n", block(TORCHTITAN, mark), flags=re.M)
+    found = {}
+    for where, lines in zip(parts[1::2], parts[2::2], strict=True):
+        kept = [line for line in lines.splitlines() if not line.startswith("-")]
+        found[where.split(",")[0]] = textwrap.dedent("\n".join(line[1:] for line in kept))
+    return found
+
+
+def stand_ins() -> dict[str, Any]:
+    """torchtitan's functions, with their parameters, as far as the diff needs them."""
+    found, indent = hunks("diff"), functools.partial(textwrap.indent, prefix="    ")
+    names: dict[str, Any] = {"NamedTuple": NamedTuple, "Any": Any, "varlen_attn": varlen_attn}
+    exec(block(TORCHTITAN, "ring.py"), names)
+    source = f"""
+class VarlenMetadata(NamedTuple):
+    cu_seq_q: Any
+    cu_seq_k: Any
+    max_q: int
+    max_k: int
+    cu_seq_q_host: Any = None
+{indent(found["VarlenMetadata"])}
+
+def prepare_context_parallel_input(
+    inputs, labels, extra_kwargs, cp_mesh, device, load_balancer_type="headtail", ptrr_mask_key=None
+):
+{indent(found["prepare_context_parallel_input"])}
+    raise AssertionError("not for FlexAttention")
+
+def forward(
+    self, q_TNH, k_TNH, v_TNH, *, attention_masks, scale=None, out_transform=None, **kwargs
+):
+    varlen_kwargs = {{"num_splits": 1}}
+    if kwargs.get("enable_gqa", False):
+        varlen_kwargs["enable_gqa"] = True
+    if out_transform is not None:
+        varlen_kwargs["return_aux"] = AuxRequest(lse=True)
+{indent(found["VarlenAttention.forward"])}
+        q_TNH, k_TNH, v_TNH, attention_masks.cu_seq_q, attention_masks.cu_seq_k,
+        attention_masks.max_q, attention_masks.max_k,
+        scale=scale, window_size=self.window_size, **varlen_kwargs,
+    )
+    if out_transform is None:
+        return result
+    out_TNH, lse_NT = result
+    return out_transform(out_TNH, lse_NT.transpose(0, 1))
+
+def kv_placements(inner_attention_cfg):
+    kv_src_placements, kv_dst_placements, kv_grad_placements = "sharded", "whole", "partial"
+{indent(found["set_gqa_inner_attention_local_map"])}
+    return kv_dst_placements, kv_grad_placements
+
+def refused(self):
+{indent(found["Decoder.Config.update_from_config"])}
+        return True
+    return False
+"""
+    names["AuxRequest"] = AuxRequest
+    exec(source, names)
+    return names
+
+
+def titan_step(rank: int, world_size: int, documents: Any, num_items: float) -> dict[str, Any]:
+    names = stand_ins()
+    ids, targets, _ = (torch.cat(part) for part in zip(*documents, strict=True))
+    lengths = torch.tensor([0, *(len(each[0]) for each in documents)])
+    cu_seqlens = lengths.cumsum(0).int()
+    targets = targets.roll(-1)
+    targets[cu_seqlens[1:] - 1] = -100
+    positions = torch.arange(len(ids)) - cu_seqlens[:-1].repeat_interleave(lengths[1:])
+    masks = names["VarlenMetadata"](cu_seqlens, cu_seqlens, 9, 9)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    ids, targets, extra_kwargs = names["prepare_context_parallel_input"](
+        ids, targets, {"positions": positions, "attention_masks": masks}, mesh, torch.device("cpu")
+    )
+    assert ids.shape == targets.shape == (lengths.sum() // world_size,)
+    module = SimpleNamespace(window_size=(-1, 0))
+    masks = extra_kwargs["attention_masks"]
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        options |= {"attention_masks": masks, "enable_gqa": True}
+        return names["forward"](module, q, k, v, **options)
+
+    def with_sinks(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        return out * lse.sigmoid()[..., None]
+
+    model = TinyModel()
+    logits = model(ids, extra_kwargs["positions"], attention)
+    loss = F.cross_entropy(logits, targets, reduction="sum") / num_items
+    loss.backward()
+    grads = gradients(model)
+    loss = loss.detach()
+    for x in (*grads.values(), loss):
+        dist.all_reduce(x)
+    torch.manual_seed(0)
+    whole = torch.randn(3, int(lengths.sum()), 4, 8, dtype=torch.float64)
+    layout = masks.ring.documents.layout
+    assert layout.name == "balanced"
+    own = [shard(x, layout, cu_seqlens=cu_seqlens) for x in whole]
+    sunk = attention(*own, out_transform=with_sinks)
+    with pytest.raises(NotImplementedError, match="KV cache"):
+        masks.ring.varlen_attn(*own, None, None, 9, 9, seqused_k=cu_seqlens)
+    right = shard(sinks_on_one_device(whole, cu_seqlens), layout, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(sunk, right, rtol=0, atol=1e-10)
+    return {"loss": loss, "grads": grads}
+
+
+def sinks_on_one_device(qkv: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Sinks of 0, document by document."""
+    found = []
+    for document in qkv.tensor_split(cu_seqlens[1:-1].tolist(), dim=1):
+        q, k, v = (x.transpose(0, 1) for x in document)
+        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+        hidden = torch.ones(scores.shape[1:]).triu(1).bool()
+        scores = scores.masked_fill(hidden, -torch.inf)
+        scores = torch.cat([scores, torch.zeros_like(scores[..., :1])], dim=-1)
+        found.append((scores.softmax(-1)[..., :-1] @ v).transpose(0, 1))
+    return torch.cat(found)
+
+
+def test_the_diff_of_torchtitan_runs(ranks: Callable[[int], Ranks]) -> None:
+    documents = without_weights(random_documents((5, 1, 9, 7, 2)))
+    right = expected(documents)
+    num_items = sum(int((labels[1:] != -100).sum()) for _, labels, _ in documents)
+    for found in ranks(2).run(titan_step, documents, num_items):
+        torch.testing.assert_close(found["loss"], right["loss"], rtol=0, atol=1e-10)
+        for name, grad in right["grads"].items():
+            torch.testing.assert_close(found["grads"][name], grad, rtol=0, atol=1e-10)
+
+
+def test_the_other_changes_of_torchtitan() -> None:
+    names = stand_ins()
+    ours = inspect.signature(names["RingDocuments"].varlen_attn).parameters
+    theirs = inspect.signature(varlen_attn).parameters
+    assert list(ours)[1:] == list(theirs)
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
+    kinds = [SimpleNamespace(Config=type(name, (), {})) for name in ("varlen", "flex", "sdpa")]
+    varlen, flex, sdpa = kinds
+    names |= {"VarlenAttention": varlen, "ScaledDotProductAttention": sdpa}
+    assert names["kv_placements"](varlen.Config()) == ("sharded", "sharded")
+    assert names["kv_placements"](flex.Config()) == ("whole", "partial")
+    for kind in kinds:
+        config = SimpleNamespace(traverse=lambda wanted, kind=kind: [wanted is kind.Config] * 2)
+        assert names["refused"](config) == (kind is sdpa)
+    (imports,) = hunks("v0.2.1").values()
+    exec(imports, names)
+    assert names["context_parallel"] is context_parallel
