@@ -168,14 +168,16 @@ def plot(runs: list[Path], page: Path) -> None:
 def run_rank(rank: int, world_size: int, options: argparse.Namespace, store: str | None) -> None:
     """One rank, from its process group to its losses; under torchrun, `store` is None."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    on_gpus = torch.cuda.device_count() >= here
-    device = torch.device("cpu")
-    if on_gpus:
+    how = {} if store is None else {"init_method": f"file://{store}"}
+    if torch.cuda.device_count() >= here:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
-    where = {} if store is None else {"init_method": f"file://{store}"}
-    backend = "nccl" if on_gpus else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world_size, **where)
+        how |= {"backend": "nccl", "device_id": device}
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+        how |= {"backend": "gloo"}
+    dist.init_process_group(rank=rank, world_size=world_size, **how)
     try:
         losses = train(options, device)
         if rank == 0 and options.json:
@@ -198,22 +200,29 @@ def main() -> None:
             mp.spawn(run_rank, arguments, nprocs=options.world_size)
 
 
+def count(text: str) -> int:
+    """A number from 1 on."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--world-size", type=int, help="start so many ranks here; not under torchrun (1)")
-    add("--data-parallel", type=int, default=1, help="groups of ranks with packs of their own")
+    add("--world-size", type=count, help="start so many ranks here; not under torchrun (1)")
+    add("--data-parallel", type=count, default=1, help="groups of ranks with packs of their own")
     add("--fsdp", action="store_true", help="shard parameters over all ranks, with FSDP2")
     add("--layout", help="of ring_attention; balanced if not given")
     add("--route", default="ring", help="of ring_attention")
     add("--kernel", default="auto", help="of ring_attention")
-    add("--divisor", type=int, help="pad shards to a multiple")
+    add("--divisor", type=count, help="pad shards to a multiple")
     add("--text", type=Path, default=TEXT, help="documents, separated by lines of ***")
-    add("--tokens", type=int, default=512, help="of a pack")
-    add("--packs", type=int, default=4, help="of one optimiser step, over all ranks")
-    add("--steps", type=int, default=100)
-    add("--width", type=int, default=64)
-    add("--layers", type=int, default=2)
+    add("--tokens", type=count, default=512, help="of a pack")
+    add("--packs", type=count, default=4, help="of one optimiser step, over all ranks")
+    add("--steps", type=count, default=100)
+    add("--width", type=count, default=64)
+    add("--layers", type=count, default=2)
     add("--lr", type=float, default=3e-3)
     add("--json", type=Path, help="write the losses here")
     add("--plot", type=Path, metavar="PAGE", help="draw RUNs into this HTML file; train nothing")

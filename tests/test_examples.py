@@ -85,6 +85,16 @@ def test_losses_of_any_layout_and_route_coincide(
         torch.testing.assert_close(found, one_rank[:3], **FP32)
 
 
+@pytest.mark.slow
+def test_losses_of_another_kernel_coincide(pool: Ranks) -> None:
+    """Triton's, interpreted."""
+    arguments = "--width", "64", "--tokens", "24", "--packs", "1", "--steps", "2"
+    found, right = (
+        pool.run(losses, *arguments, "--kernel", kernel)[0] for kernel in ("triton", "reference")
+    )
+    torch.testing.assert_close(found, right, **FP32)
+
+
 def impossible(rank: int, world_size: int) -> None:
     for arguments, words in (
         (("--data-parallel", "3"), "data_parallel = 3 must divide the 2 ranks and the 2 packs"),
@@ -99,10 +109,12 @@ def test_impossible_options_of_training_are_refused(
     ranks: Callable[[int], Ranks], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks(2).run(impossible)
-    for arguments in ("--plot page.html", "run.json"):
+    plotted = "--plot takes one RUN or more"
+    wrong = [("--plot page.html", plotted), ("run.json", plotted), ("--tokens 0", "less than 1")]
+    for arguments, words in wrong:
         with pytest.raises(SystemExit):
             example("train").parse_options(arguments.split())
-        assert "--plot takes one RUN or more" in capsys.readouterr().err
+        assert words in capsys.readouterr().err
 
 
 def run_script(*arguments: str, torchrun: int = 0) -> str:
@@ -134,7 +146,8 @@ def test_training_from_the_command_line(tmp_path: Path, one_rank: torch.Tensor) 
         torch.testing.assert_close(torch.tensor(run["losses"]), one_rank[:2], **FP32)
     shown = torch.tensor([float(line.split()[-1]) for line in printed.splitlines()])
     torch.testing.assert_close(shown, one_rank[:2], rtol=0, atol=2e-6)
-    run_script("examples/train.py", "--plot", str(page), str(spawned), str(launched))
+    options = example("train").parse_options(["--plot", str(page), str(spawned), str(launched)])
+    example("train").plot(options.runs, options.plot)
     drawn = page.read_text(encoding="utf-8")
     assert "two, 2 ranks" in drawn
     assert "fsdp, 2 ranks" in drawn

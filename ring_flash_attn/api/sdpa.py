@@ -111,8 +111,8 @@ def _check(
         )
     if attn_mask is not None:
         raise ValueError(
-            "attn_mask: a mask over shards is not supported; documents and padding are those that "
-            "cp.shard was told, and is_causal does the rest"
+            "attn_mask: a mask over shards is not supported; is_causal is, and documents and "
+            "padding are what ContextParallel.shard is told"
         )
     if not checks.check_flag("enable_gqa", enable_gqa) and query.shape[1] != key.shape[1]:
         raise ValueError(
