@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from .adapters import module_paths
 
 if TYPE_CHECKING:
+    from .adapters import prepare_hf_model as prepare_hf_model
     from .adapters import substitute_hf_flash_attn as substitute_hf_flash_attn
     from .adapters import update_ring_flash_attn_params as update_ring_flash_attn_params
+    from .adapters import use_ring_attn as use_ring_attn
     from .api import *  # noqa: F403
     from .api.context_parallel import ContextParallel as ContextParallel
     from .api.llama3 import (
@@ -46,12 +48,14 @@ _HOMES = {
     "context_parallel_unshard": ".api.torch_context_parallel",
     "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",
     "position_ids": ".api.sharding",
+    "prepare_hf_model": ".adapters",
     "relayout": ".api.sharding",
     "set_rotate_method": ".api.torch_context_parallel",
     "shard": ".api.sharding",
     "substitute_hf_flash_attn": ".adapters",
     "unshard": ".api.sharding",
     "update_ring_flash_attn_params": ".adapters",
+    "use_ring_attn": ".adapters",
     "virtual_ring_attention": ".api.virtual",
 }
 

@@ -4,9 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .hf_adapter import shift_labels, substitute_hf_flash_attn, update_ring_flash_attn_params
+    from .hf_adapter import (
+        prepare_hf_model,
+        register_hf_attention,
+        shift_labels,
+        substitute_hf_flash_attn,
+        update_ring_flash_attn_params,
+        use_ring_attn,
+    )
 
-__all__ = ["shift_labels", "substitute_hf_flash_attn", "update_ring_flash_attn_params"]
+__all__ = [
+    "prepare_hf_model",
+    "register_hf_attention",
+    "shift_labels",
+    "substitute_hf_flash_attn",
+    "update_ring_flash_attn_params",
+    "use_ring_attn",
+]
 
 
 def __getattr__(name: str) -> Any:

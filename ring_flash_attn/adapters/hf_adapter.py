@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping
 from itertools import accumulate
@@ -18,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..api import llama3_flash_attn_varlen_func
 from ..api.llama3 import llama3_flash_attn_prepare_cu_seqlens
 from ..comm import agree, check_mode, rank_and_size, resolve_group
-from ..engine.checks import CuSeqlens, check_integer, check_tensor, document_lengths
+from ..engine.checks import CuSeqlens, check_flag, check_integer, check_tensor, document_lengths
 from ..engine.entry import document_values
-from . import hf_forward
-from .hf_models import RING_IMPLEMENTATION
+from . import hf_documents, hf_forward, hf_models, hf_registry
 
 if TYPE_CHECKING:
     from ..comm import Group
@@ -40,23 +38,6 @@ RING_ATTN_SWITCH = True
 
 _DOCUMENT_KEYS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
 
-# Keywords of transformers' attention calls that would change the result.
-_DOCUMENTS = "the documents are what update_ring_flash_attn_params was told"
-_PAGED, _SPARSE = "a paged cache is not supported", "sparse attention is not supported"
-_UNSUPPORTED = {
-    "block_indices": _SPARSE,
-    "block_table": _PAGED,
-    "cache": _PAGED,
-    "cu_seq_lens_k": _DOCUMENTS,
-    "cu_seq_lens_q": _DOCUMENTS,
-    "head_mask": "head masks are not supported",
-    "indices": _SPARSE,
-    "k_cache": _PAGED,
-    "output_attentions": "attention weights are never formed",
-    "position_bias": "additive biases are not supported",
-    "v_cache": _PAGED,
-}
-
 # What functions of ours, which live in transformers, are in the place of; and its own attention
 # functions by attn_implementation.
 _replaced: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()
@@ -69,9 +50,17 @@ def check_params(f1: Callable[..., Any], f2: Callable[..., Any]) -> bool:
 
 
 def use_ring_attn(flag: bool) -> None:
-    """Turn the ring on, or back to what transformers had before (for example to generate)."""
+    """Turn ring attention on; or off: models compute on one device, as transformers does.
+
+    Models with attn_implementation="ring_attention" then take sdpa or eager attention, those with
+    "flash_attention_2" what was there before. `generate` needs no switch: it always runs on one
+    device, and says so.
+
+    Args:
+        flag: whether models take ring attention.
+    """
     global RING_ATTN_SWITCH
-    RING_ATTN_SWITCH = flag
+    RING_ATTN_SWITCH = check_flag("flag", flag)
 
 
 def update_ring_flash_attn_params(cu_seqlens: CuSeqlens, process_group: Group | None) -> None:
@@ -162,11 +151,6 @@ def create_ring_flash_attention_forward(
                 "process_group) before the model's forward pass"
             )
         latest = {key: DATA_PARAMS[key] for key in _DOCUMENT_KEYS}
-        window = (-1, -1)
-        if sliding_window is not None:  # counts the query's own key, as flash-attn's does not
-            window = (check_integer("sliding_window", sliding_window, 1) - 1, 0)
-        if deterministic is None:  # the environment decides, as in transformers
-            deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
         dtype = kwargs.get("target_dtype")
         out = llama3_flash_attn_varlen_func(
             _cast(query_states, dtype).squeeze(0),
@@ -177,8 +161,8 @@ def create_ring_flash_attention_forward(
             dropout_p=dropout,
             softmax_scale=softmax_scale,
             causal=True,
-            window_size=window,
-            deterministic=deterministic,
+            window_size=hf_documents.window_size(sliding_window),
+            deterministic=hf_documents.is_deterministic(deterministic),
             group=process_group,
             softcap=softcap or 0.0,
             sink=kwargs.get("s_aux"),
@@ -229,11 +213,7 @@ def _check_arguments(
                 f"attention_mask hides {masked} of {attention_mask.numel()} tokens: drop the "
                 "padding, or make it a document of its own in update_ring_flash_attn_params"
             )
-    for name, reason in _UNSUPPORTED.items():
-        value = kwargs.get(name)
-        if value is not None and value is not False:
-            shown = tuple(value.shape) if isinstance(value, Tensor) else value
-            raise ValueError(f"{name}={shown!r}: {reason} in ring attention")
+    hf_documents.check_keywords(kwargs)
 
 
 def flash_attention_forward(
@@ -248,14 +228,16 @@ def flash_attention_forward(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' models call it, through whatever is substituted at the time.
+    """Attention as transformers' models call it: over the documents that came with the call.
 
-    `query`, `key` and `value` are (1, nheads, seqlen, headdim); the mask is None, or (1, seqlen)
-    without a zero; `s_aux` are attention sinks. The output is (1, seqlen, nheads, headdim_v), and
-    None where others return weights.
+    Without any, it goes through whatever is substituted at the time: `query`, `key` and `value` are
+    (1, nheads, seqlen, headdim), and the mask is None, or (1, seqlen) without a zero. `s_aux` are
+    attention sinks. The output is (batch, seqlen, nheads, headdim_v), and None where others return
+    weights.
     """
     config: Any = module.config
-    if not RING_ATTN_SWITCH and _interfaces:
+    documents = hf_documents.mask_of_call(attention_mask)
+    if not RING_ATTN_SWITCH and _interfaces and documents is None:
         kwargs.update(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
         name = config._attn_implementation
         if name not in _interfaces:
@@ -274,7 +256,17 @@ def flash_attention_forward(
     target_dtype = _target_dtype(module, query)
     qkv = (_cast(x, target_dtype) for x in (query, key, value))
     query, key, value = (x.transpose(1, 2) for x in qkv)  # (1, seqlen, nheads, headdim)
-    out = _flash_utils()._flash_attention_forward(
+    if documents is not None:
+        kwargs.update(dropout=dropout, sliding_window=sliding_window, softcap=softcap)
+        out = hf_documents.attend(query, key, value, documents, softmax_scale=scaling, **kwargs)
+        return out, None
+    forward = _flash_utils()._flash_attention_forward
+    if config._attn_implementation in hf_models.RING_IMPLEMENTATIONS and forward not in _replaced:
+        raise ValueError(
+            "ring attention was not told which documents there are: call the model with what "
+            "cp.shard(batch) returns, model(**part), where cp is a ContextParallel"
+        )
+    out = forward(
         query,
         key,
         value,
@@ -328,6 +320,7 @@ def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -
     """
     from transformers import PreTrainedModel
 
+    hf_registry.register(flash_attention_forward, _is_off)
     current = _flash_utils()._flash_attention_forward
     original = _original(current)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -340,7 +333,7 @@ def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Tensor:
-        if not RING_ATTN_SWITCH:
+        if not RING_ATTN_SWITCH or hf_documents.has_documents(args, kwargs):
             return original(*args, **kwargs)
         # by position what a project may have named in its own way
         by_position = [kwargs.pop(name) for name in required[len(args) :] if name in kwargs]
@@ -396,13 +389,43 @@ def _matching(
 
 
 def _register_interfaces() -> None:
-    """Route every flash `attn_implementation` here, and add one that needs no flash_attn."""
-    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+    """Route every flash `attn_implementation` here."""
+    if not hf_models.has_interface():
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in [n for n in ALL_ATTENTION_FUNCTIONS if n.startswith("flash_attention")]:
         if ALL_ATTENTION_FUNCTIONS[name] is not flash_attention_forward:
             _interfaces[name] = ALL_ATTENTION_FUNCTIONS[name]
         ALL_ATTENTION_FUNCTIONS[name] = flash_attention_forward
-    AttentionInterface.register(RING_IMPLEMENTATION, flash_attention_forward)
-    AttentionMaskInterface.register(RING_IMPLEMENTATION, flash_attention_mask)
+
+
+def _is_off() -> bool:
+    return not RING_ATTN_SWITCH
+
+
+def register_hf_attention() -> None:
+    """Make attn_implementation="ring_attention" and "ring_flash_attn" known to transformers.
+
+    For models that are built with the name; `prepare_hf_model` and `substitute_hf_flash_attn` do it
+    themselves. `model(**part)` then takes what `ContextParallel.shard` returns.
+    """
+    hf_registry.register(flash_attention_forward, _is_off)
+
+
+def prepare_hf_model(model: nn.Module) -> nn.Module:
+    """Let a Hugging Face model run on what `ContextParallel.shard` returns: `model(**part)`.
+
+    Sets attn_implementation="ring_attention" of the layers that attend to text, in place, and
+    refuses models that ring attention cannot serve. Wrappers (PEFT, DDP) may be around it.
+
+    Args:
+        model: a PreTrainedModel, or a module that contains some.
+
+    Returns:
+        The same model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, not {type(model).__name__}")
+    register_hf_attention()
+    return hf_registry.prepare(model)

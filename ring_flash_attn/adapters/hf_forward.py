@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import check_mode, rank_and_size
-from . import hf_models
+from . import hf_documents, hf_models
 
 if TYPE_CHECKING:
     from ..comm import Group
@@ -51,7 +50,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_checked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # attn_implementation, by model
 # By position ids: the documents that they were checked against, and the tensor's version then.
 _documents = WeakTensorKeyDictionary()
 # By backward pass: documents of the forward passes that it has reached, of models whose layers
@@ -86,8 +84,10 @@ def watch(
     @functools.wraps(call)
     def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
         is_ring = is_on() and hf_models.takes_ring_attention(model)
+        is_ring = is_ring and "documents" not in kwargs and not hf_documents.is_running()
         return (checked if is_ring else call)(model, *args, **kwargs)  # others may be compiled
 
+    watched.is_on = is_on  # type: ignore[attr-defined]
     return watched
 
 
@@ -95,10 +95,7 @@ def _begin(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: Group | None
 ) -> tuple[_Forward, tuple[Any, ...], dict[str, Any]]:
     """Check the model and its labels; position ids become a tensor that no other call has."""
-    name = model.config._attn_implementation
-    if _checked.get(model) != name:
-        hf_models.check_model(model)
-        _checked[model] = name
+    hf_models.check_once(model)
     given = dict(zip(_parameters(type(model).forward), args)) | kwargs
     if given.get("labels") is not None and given.get("shift_labels") is None:
         _check_loss(model, group)

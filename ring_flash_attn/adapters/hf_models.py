@@ -9,15 +9,18 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from ..api import __all__ as _PUBLIC
 
-RING_IMPLEMENTATION = "ring_attention"
+RING_IMPLEMENTATIONS = ("ring_attention", "ring_flash_attn")
 
 # An attention layer names one of these: transformers' way to its attention functions, or a function
 # of ours that knows of ranks.
@@ -36,10 +39,88 @@ _LAYER_TYPES = {
 _NO_ATTENTION = "does not call transformers' attention interface"
 
 
+_checked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # attn_implementation, by model
+
+
+def has_interface() -> bool:
+    """Whether transformers looks attention functions up by name (4.48 and newer)."""
+    import transformers.modeling_utils
+
+    return hasattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS")
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of the layers that attend to text; not that of a vision tower."""
+    return model.config.get_text_config(decoder=True)
+
+
 def takes_ring_attention(model: Any) -> bool:
     """Whether the model is told to call what we substitute."""
-    name = getattr(model.config, "_attn_implementation", None)
-    return name == RING_IMPLEMENTATION or str(name).startswith("flash_attention")
+    return _is_ring(getattr(model.config, "_attn_implementation", None))
+
+
+def has_ring_name(model: Any) -> bool:
+    """Whether layers that attend to text have one of our names."""
+    return text_config(model)._attn_implementation in RING_IMPLEMENTATIONS
+
+
+def _is_ring(name: str | None) -> bool:
+    return name in RING_IMPLEMENTATIONS or str(name).startswith("flash_attention")
+
+
+def serves_documents(name: str | None) -> bool:
+    """Whether layers with this attn_implementation take documents that came with the call."""
+    if name in RING_IMPLEMENTATIONS:
+        return True
+    return name == "flash_attention_2" and not has_interface()
+
+
+def fallback(model: Any) -> str:
+    """An attn_implementation of transformers that computes on one device what ours does."""
+    config = text_config(model)
+    plain = getattr(config, "attn_logit_softcapping", None) is None  # which sdpa leaves out
+    layers = [m for m in model.modules() if _is_model(m) and text_config(m) is config]
+    return "sdpa" if plain and all(m._supports_sdpa for m in layers) else "eager"
+
+
+@contextmanager
+def on_one_device(model: Any) -> Iterator[None]:
+    """The model computes attention as transformers does, without other ranks."""
+    name, configs = fallback(model), [text_config(model), model.config]
+    configs = [config for config in configs if _is_ring(config._attn_implementation)]
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        set_implementation(model, config, name)
+    try:
+        yield
+    finally:
+        for config, old in zip(configs, before):
+            set_implementation(model, config, old)
+
+
+def set_implementation(model: Any, config: Any, name: str) -> None:
+    """Set the attn_implementation of the layers that have this configuration.
+
+    Unlike transformers' own way, it leaves the towers of other configurations alone.
+    """
+    config._attn_implementation_internal = name
+    if has_interface():
+        return
+    for part in model.modules():  # before 4.48, each implementation is a class
+        if getattr(part, "config", None) is config:
+            tables = vars(sys.modules[type(part).__module__])
+            for table in [x for key, x in tables.items() if key.endswith("_ATTENTION_CLASSES")]:
+                if type(part) in table.values() and name in table:
+                    part.__class__ = table[name]
+                    part._flash_attn_uses_top_left_mask = False
+
+
+def check_once(model: Any) -> None:
+    """`check_model`, when it is called for the first time with its attn_implementation."""
+    name = model.config._attn_implementation
+    if _checked.get(model) != name:
+        check_model(model)
+        _checked[model] = name
 
 
 def check_model(model: Any) -> None:
@@ -49,7 +130,7 @@ def check_model(model: Any) -> None:
     projects that substitute "flash_attention_2" bring layers that know of their ranks. A model
     inside of this one is judged when it is called.
     """
-    of_all = model.config._attn_implementation == RING_IMPLEMENTATION
+    of_all = model.config._attn_implementation in RING_IMPLEMENTATIONS
     for name, module, why in _faults(model):
         home = _forward(module).__module__.partition(".")[0]
         if of_all or home in ("torch", "transformers", "transformers_modules"):

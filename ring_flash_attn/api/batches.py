@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from ..engine import checks
 from ..engine.checks import document_lengths
 from ..plan.layout import Layout, SplitLayout, spans
+
+if TYPE_CHECKING:
+    from .context_parallel import ContextParallel
 
 IGNORE = -100  # a target that counts in no loss, as in torch and transformers
 _OFFSETS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")  # ours, and transformers'
@@ -31,6 +34,7 @@ class BatchDocuments:
         source: for every token of the stream, its place in that batch, -1 for padding that was
             added; of a sequence without cu_seqlens. On the CPU.
         causal_only: documents end in padding that only a causal mask hides.
+        cp: what sharded the batch, for those who get the documents alone.
         offsets: cu_seqlens as a tensor, on the CPU: torch.compile traces it, whatever it holds,
             and would compile integers anew.
     """
@@ -42,6 +46,7 @@ class BatchDocuments:
     shape: tuple[int, ...]
     source: Tensor
     causal_only: bool
+    cp: ContextParallel
     offsets: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +103,9 @@ class Stream:
         source, hidden = torch.cat(parts), each and sum(lengths) > len(self.source)
         return Stream(self.shape, self.packed, tuple(lengths), source, hidden)
 
-    def spread(self, layout: Layout, rank: int, world_size: int) -> tuple[BatchDocuments, Tensor]:
+    def spread(
+        self, layout: Layout, rank: int, world_size: int, cp: ContextParallel
+    ) -> tuple[BatchDocuments, Tensor]:
         """What attention has to know, and the places in the stream of the rank's tokens."""
         held = [
             token for span in spans(layout, self.lengths, rank, world_size) for token in span.tokens
@@ -106,7 +113,7 @@ class Stream:
         offsets = (0, *accumulate(self.lengths)) if self.packed else None
         total = len(self.source)
         documents = BatchDocuments(
-            layout, offsets, total, len(held), self.shape, self.source, self.causal_only
+            layout, offsets, total, len(held), self.shape, self.source, self.causal_only, cp
         )
         return documents, torch.tensor(held, dtype=torch.int64)
 

@@ -109,7 +109,7 @@ class ContextParallel:
             stream = stream.padded(layout, world_size * self.divisor)
             check_sizes(stream, layout, world_size, self.divisor)
         self._compare(given, stream)
-        documents, held = stream.spread(layout, rank, world_size)
+        documents, held = stream.spread(layout, rank, world_size, self)
         part = {name: x for name, x in given.items() if name not in (*dims, *CONSUMED)}
         here, after = stream.source[held], stream.following[held]
         fill = {"input_ids": self.pad_token_id, "shift_labels": IGNORE}

@@ -499,7 +499,7 @@ def test_every_public_function_is_tried() -> None:
         for name in ring_flash_attn.__all__
         if not isinstance(getattr(ring_flash_attn, name), type)
     }
-    assert {*ATTENTION, *others, "substitute_hf_flash_attn"} == functions
+    assert {*ATTENTION, *others, *HUGGING_FACE} == functions
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -518,10 +518,19 @@ def test_other_functions() -> None:
     assert not found, "\n".join(found)
 
 
-def test_substitution_is_refused_before_anything_is_substituted() -> None:
-    function = ring_flash_attn.substitute_hf_flash_attn
-    case = Case(function, {"process_group": None, "heads_k_stride": 1}, ())
-    rights = {"process_group": NOTHING, "heads_k_stride": ONES}
+# Functions that change transformers: values of each argument that are right.
+HUGGING_FACE: dict[str, dict[str, dict[str, Any]]] = {
+    "substitute_hf_flash_attn": {"process_group": NOTHING, "heads_k_stride": ONES},
+    "prepare_hf_model": {"model": {}},
+    "use_ring_attn": {"flag": FLAG.means},
+}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_what_changes_transformers_refuses_wrong_arguments_before(name: str) -> None:
+    rights = HUGGING_FACE[name]
+    right = {parameter: next(iter(means.values()), None) for parameter, means in rights.items()}
+    case = Case(getattr(ring_flash_attn, name), right, ())
     found = [
         f"{parameter} = {name}: {problem}"
         for parameter, means in rights.items()
