@@ -50,6 +50,7 @@ DOCUMENTS = [
     "docs/context_parallel.md",
     "docs/swap_in.md",
     "docs/training.md",
+    "docs/huggingface.md",
     "docs/kernels.md",
     "docs/benchmarks.md",
     "docs/design.md",
@@ -224,9 +225,68 @@ def test_the_first_screen_runs(ranks: Callable[[int], Ranks]) -> None:
             assert closeness(ours.double(), theirs.detach().double()) < 1e-5
 
 
-def test_both_first_screens_have_the_same_code() -> None:
-    english, chinese = (re.sub(r"#.*", "", block(d, "first screen")) for d in READMES)
+@pytest.mark.parametrize("mark", ["first screen", "hugging face"])
+def test_both_first_screens_have_the_same_code(mark: str) -> None:
+    english, chinese = (re.sub(r"#.*", "", block(d, mark)) for d in READMES)
     assert english == chinese
+
+
+def run_hugging_face(rank: int, world_size: int, code: str, name: str, batch: Any) -> Any:
+    """A page's fine-tuning, in a process that has a group already: gradients, and parameters."""
+    lines = [line for line in code.splitlines() if not line.startswith("dist.init_process_group(")]
+    names: dict[str, Any] = {"name": name, "batch": batch, "loader": [batch]}
+    exec("\n".join(lines), names)
+    parameters = dict(names["model"].named_parameters())
+    grads = {key: p.grad for key, p in parameters.items() if p.grad is not None}
+    return grads, {key: p.detach() for key, p in parameters.items()}
+
+
+@pytest.mark.parametrize(
+    ("document", "mark"), [("README.md", "hugging face"), ("docs/huggingface.md", "step")]
+)
+def test_fine_tuning_of_a_hugging_face_model(
+    ranks: Callable[[int], Ranks], tmp_path: Path, document: str, mark: str
+) -> None:
+    """A step on 2 ranks has the gradients of one device; that of SGD leaves its parameters."""
+    pytest.importorskip("transformers")
+    import hf_models
+
+    code = block(document, mark)
+    assert document != "README.md" or len(code.splitlines()) <= 15
+    model = hf_models.build("llama")
+    model.save_pretrained(tmp_path)
+    batch = hf_models.batch_of((5, 1, 13, 4, 9))
+    right = hf_models.on_one_rank(model, [batch])["grads"]
+    before = {key: p.detach() for key, p in model.named_parameters()}
+    for grads, parameters in ranks(2).run(run_hugging_face, code, str(tmp_path), batch):
+        if mark == "step":  # which has zeroed them
+            grads = {key: (before[key] - p) / 0.1 for key, p in parameters.items()}
+        assert grads.keys() == right.keys()
+        for key, grad in grads.items():
+            assert closeness(grad, right[key]) < (1e-3 if mark == "step" else 3e-5), key
+
+
+def run_hugging_face_fsdp(rank: int, world_size: int, code: str) -> None:
+    import hf_models
+
+    batch = hf_models.batch_of((5, 1, 13, 4, 9))
+    model = hf_models.build("llama")
+    right = hf_models.on_one_rank(model, [batch])
+    model.zero_grad()
+    names: dict[str, Any] = {
+        "ContextParallel": ring_flash_attn.ContextParallel,
+        "batch": batch,  # of both data-parallel groups: the mean of the same
+        "dist": dist,
+        "model": ring_flash_attn.prepare_hf_model(model),
+    }
+    exec(code, names)
+    for key, parameter in model.named_parameters():
+        hf_models.assert_near(parameter.grad.full_tensor(), right["grads"][key], key)
+
+
+def test_the_example_of_fsdp_runs(ranks: Callable[[int], Ranks]) -> None:
+    pytest.importorskip("transformers")
+    ranks(4).run(run_hugging_face_fsdp, block("docs/huggingface.md", "fsdp"))
 
 
 def run_sharding(rank: int, world_size: int, code: str, qkv: list[Tensor]) -> Any:
