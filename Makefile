@@ -12,7 +12,7 @@ SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all soak book lint format clean help
+.PHONY: demo test test-all test-hf soak book lint format clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -28,6 +28,21 @@ test: $(STAMP) ## run the quick tests that need no GPU (PYTEST_ARGS=... adds arg
 
 test-all: test ## and then the slow ones: exhaustive products, long cases of the interpreters
 	$(PYTEST) -m "slow and not gpu"
+
+# Each version of transformers in a folder of its own, before the rest of .venv. The newest needs a newer huggingface_hub.
+HF_VERSIONS ?= 4.46.3 4.57.6 5.23.0
+HF_FOLDERS := $(HF_VERSIONS:%=build/transformers/%)
+
+test-hf: $(HF_FOLDERS) ## run the tests of Hugging Face models with several versions of transformers (HF_VERSIONS=...)
+	for folder in $(HF_FOLDERS); do \
+	    PYTHONPATH=$$folder:. $(BIN)/python -m pytest tests/adapters $(PYTEST_ARGS) || exit 1; done
+
+build/transformers/%: | $(STAMP)
+	@echo "setting up $@"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $@.part transformers==$*
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --target $@.part \
+	    $$(sed -nE 's/^Requires-Dist: ((huggingface-hub|tokenizers)[^;]*)$$/\1/p' $@.part/transformers-*.dist-info/METADATA | tr -d ' ')
+	@mv $@.part $@
 
 soak: $(STAMP) ## random calls, lost ranks, ever new packs, for MINUTES=30 from a SEED= (not in CI)
 	PYTHONPATH=tests:tests/helpers $(BIN)/python -m soak --minutes $(MINUTES) $(SEED:%=--seed %) $(SOAK_ARGS)

@@ -80,6 +80,8 @@ if not TYPE_CHECKING:  # else every name would be Any
             if find_spec(f"{__name__}.{name}") is not None:
                 return import_module(f".{name}", __name__)
             home = import_module(_HOMES.get(name, ".api"), __name__)
+            if name == "ContextParallel":
+                home.before_shard.append(import_module(".adapters", __name__).watch_transformers)
             if name in _HOMES or name in home.__all__:
                 globals()[name] = value = getattr(home, name)
                 return value

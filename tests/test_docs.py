@@ -249,14 +249,14 @@ def test_fine_tuning_of_a_hugging_face_model(
 ) -> None:
     """A step on 2 ranks has the gradients of one device; that of SGD leaves its parameters."""
     pytest.importorskip("transformers")
-    import hf_models
+    import tiny_hf
 
     code = block(document, mark)
     assert document != "README.md" or len(code.splitlines()) <= 15
-    model = hf_models.build("llama")
+    model = tiny_hf.build("llama")
     model.save_pretrained(tmp_path)
-    batch = hf_models.batch_of((5, 1, 13, 4, 9))
-    right = hf_models.on_one_rank(model, [batch])["grads"]
+    batch = tiny_hf.batch_of((5, 1, 13, 4, 9))
+    right = tiny_hf.on_one_rank(model, [batch])["grads"]
     before = {key: p.detach() for key, p in model.named_parameters()}
     for grads, parameters in ranks(2).run(run_hugging_face, code, str(tmp_path), batch):
         if mark == "step":  # which has zeroed them
@@ -267,11 +267,11 @@ def test_fine_tuning_of_a_hugging_face_model(
 
 
 def run_hugging_face_fsdp(rank: int, world_size: int, code: str) -> None:
-    import hf_models
+    import tiny_hf
 
-    batch = hf_models.batch_of((5, 1, 13, 4, 9))
-    model = hf_models.build("llama")
-    right = hf_models.on_one_rank(model, [batch])
+    batch = tiny_hf.batch_of((5, 1, 13, 4, 9))
+    model = tiny_hf.build("llama")
+    right = tiny_hf.on_one_rank(model, [batch])
     model.zero_grad()
     names: dict[str, Any] = {
         "ContextParallel": ring_flash_attn.ContextParallel,
@@ -281,7 +281,7 @@ def run_hugging_face_fsdp(rank: int, world_size: int, code: str) -> None:
     }
     exec(code, names)
     for key, parameter in model.named_parameters():
-        hf_models.assert_near(parameter.grad.full_tensor(), right["grads"][key], key)
+        tiny_hf.assert_near(parameter.grad.full_tensor(), right["grads"][key], key)
 
 
 def test_the_example_of_fsdp_runs(ranks: Callable[[int], Ranks]) -> None:

@@ -262,10 +262,7 @@ def flash_attention_forward(
         return out, None
     forward = _flash_utils()._flash_attention_forward
     if config._attn_implementation in hf_models.RING_IMPLEMENTATIONS and forward not in _replaced:
-        raise ValueError(
-            "ring attention was not told which documents there are: call the model with what "
-            "cp.shard(batch) returns, model(**part), where cp is a ContextParallel"
-        )
+        raise ValueError(hf_documents.NO_DOCUMENTS)
     out = forward(
         query,
         key,
@@ -339,6 +336,7 @@ def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -
         by_position = [kwargs.pop(name) for name in required[len(args) :] if name in kwargs]
         return ring(*args, *by_position, **kwargs)
 
+    vars(dispatch).pop("takes_documents", None)  # of the function that it wraps
     _replaced[dispatch] = original
     # where it is defined and wherever a model has imported it by name
     name = "_flash_attention_forward"

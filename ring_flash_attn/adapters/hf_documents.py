@@ -23,6 +23,11 @@ from ..api.batches import BatchDocuments
 from ..engine.checks import check_integer
 from . import hf_models
 
+NO_DOCUMENTS = (
+    "ring attention was not told which documents there are: call the model with what "
+    "cp.shard(batch) returns, model(**part), where cp is a ContextParallel"
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentsMask:
@@ -35,8 +40,13 @@ class DocumentsMask:
     documents: BatchDocuments
     window: int | None
 
+    # For models that cut keys to the length of the mask, or the mask to that of the keys.
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 1, self.documents.size or 1
+
     def __getitem__(self, _: object) -> DocumentsMask:
-        return self  # a model that cuts its mask to the keys' length: it fits them
+        return self
 
 
 class _Current(threading.local):
@@ -44,6 +54,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
+_unmasked = False  # whether a layer did not receive its documents with its arguments
 
 
 def is_running() -> bool:
@@ -167,19 +178,19 @@ def _no_token(value: Any) -> Any:
 def _take_targets(
     model: Any, given: dict[str, Any], computes_loss: bool
 ) -> tuple[Tensor, Any] | None:
-    """Take the targets out of a model's arguments, unless it is told to compute its own loss."""
-    labels, targets = given.get("labels"), given.get("shift_labels")
-    if labels is not None:
-        if targets is None:
-            raise ValueError(
-                "labels beside documents: the model would shift them within this rank's tokens; "
-                "give labels to cp.shard, and pass the shift_labels that it returns"
-            )
-        return None
+    """Take the targets, and how many all ranks have, out of the arguments of a model.
+
+    transformers' own loss is the same, but before 4.50 it shifts shift_labels once more.
+    """
+    labels, targets = (given.pop(name, None) for name in ("labels", "shift_labels"))
+    if labels is not None and labels is not targets:
+        raise ValueError(
+            "labels beside documents: the model would shift them within this rank's tokens; give "
+            "labels to cp.shard, and pass the shift_labels that it returns"
+        )
     count, weights = (
         given.pop(name, None) for name in ("num_items_in_batch", "shift_loss_weights")
     )
-    given.pop("shift_labels", None)
     if targets is None or not computes_loss:
         return None
     if weights is not None:
@@ -269,15 +280,22 @@ def mask_of_call(attention_mask: Any) -> DocumentsMask | None:
     A layer whose model hands down no mask gets those of the forward pass that runs; there is none
     when checkpointing computes the layer again.
     """
+    global _unmasked
     if isinstance(attention_mask, DocumentsMask):
         return attention_mask
     if _current.documents is None:
+        if _unmasked and torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                "checkpointing computes a layer again that does not receive its documents with its "
+                "arguments: this model cannot have it, in this version of transformers"
+            )
         return None
     if attention_mask is not None:
         raise ValueError(
             "the model made an attention mask by itself: with documents, ring attention serves "
             "models that leave it to transformers.masking_utils"
         )
+    _unmasked = True
     return DocumentsMask(_current.documents, 0)
 
 

@@ -97,8 +97,8 @@ def _begin(
     """Check the model and its labels; position ids become a tensor that no other call has."""
     hf_models.check_once(model)
     given = dict(zip(_parameters(type(model).forward), args)) | kwargs
-    if given.get("labels") is not None and given.get("shift_labels") is None:
-        _check_loss(model, group)
+    if given.get("labels") is not None:
+        _check_loss(model, given.get("shift_labels") is not None, group)
     positions = given.get("position_ids")
     if isinstance(positions, Tensor):
         own = positions.view_as(positions)
@@ -110,11 +110,19 @@ def _begin(
     return _Forward(model, positions, torch._C._current_graph_task_id()), args, kwargs
 
 
-def _check_loss(model: Any, group: Group | None) -> None:
+def _check_loss(model: Any, is_shifted: bool, group: Group | None) -> None:
     """Say that a slice's last token has no target, where the model shifts the labels itself."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if model.loss_function is ForCausalLMLoss and _world_size(group) > 1:
+    if model.loss_function is not ForCausalLMLoss:
+        return
+    if is_shifted:
+        if "shift_labels" not in inspect.signature(ForCausalLMLoss).parameters:
+            raise ValueError(
+                "shift_labels: this version of transformers shifts them once more; compute the "
+                "loss from the logits"
+            )
+    elif _world_size(group) > 1:
         warnings.warn(
             "labels= of a slice: the model shifts them by one, so the last token of every rank "
             "loses its target. Pass shift_labels= as well, from ring_flash_attn.adapters."

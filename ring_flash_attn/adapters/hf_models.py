@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -40,6 +40,7 @@ _NO_ATTENTION = "does not call transformers' attention interface"
 
 
 _checked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # attn_implementation, by model
+prepared: WeakSet[Any] = WeakSet()  # models whose layers we changed to another class, before 4.48
 
 
 def has_interface() -> bool:
@@ -59,9 +60,10 @@ def takes_ring_attention(model: Any) -> bool:
     return _is_ring(getattr(model.config, "_attn_implementation", None))
 
 
-def has_ring_name(model: Any) -> bool:
-    """Whether layers that attend to text have one of our names."""
-    return text_config(model)._attn_implementation in RING_IMPLEMENTATIONS
+def is_ours(model: Any) -> bool:
+    """Whether layers that attend to text compute ring attention, and have nothing else to go to."""
+    name = text_config(model)._attn_implementation
+    return name in RING_IMPLEMENTATIONS or (name == "flash_attention_2" and model in prepared)
 
 
 def _is_ring(name: str | None) -> bool:
@@ -113,6 +115,16 @@ def set_implementation(model: Any, config: Any, name: str) -> None:
                 if type(part) in table.values() and name in table:
                     part.__class__ = table[name]
                     part._flash_attn_uses_top_left_mask = False
+                    _supply(tables)
+
+
+def _supply(names: dict[str, Any]) -> None:
+    """What a module of models before 4.48 has only with flash_attn installed, or asks of it."""
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+    names.setdefault("_flash_attention_forward", _flash_attention_forward)
+    if "is_flash_attn_greater_or_equal" in names:  # Gemma 2, before it passes its softcap
+        names["is_flash_attn_greater_or_equal"] = lambda version: True
 
 
 def check_once(model: Any) -> None:

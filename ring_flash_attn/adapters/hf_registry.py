@@ -23,6 +23,8 @@ def register(attention: Callable[..., Any], is_off: Callable[[], bool]) -> None:
 
     if not hasattr(PreTrainedModel.__call__, "takes_documents"):
         watched = hf_documents.watch(PreTrainedModel.__call__)
+        if not hf_models.has_interface():
+            watched = _with_documents(watched)
         PreTrainedModel.__call__ = _switched(watched, is_off)
     if not hasattr(GenerationMixin.generate, "on_one_device"):
         GenerationMixin.generate = _on_one_device(GenerationMixin.generate)
@@ -53,9 +55,11 @@ def _replace_flash_attention() -> None:
     name = "_flash_attention_forward"
     import transformers.modeling_flash_attention_utils as utils
 
-    original = getattr(utils, name)
-    if hasattr(original, "takes_documents"):
-        return
+    original = inner = getattr(utils, name)
+    while inner is not None:
+        if hasattr(inner, "takes_documents"):
+            return  # it is there, perhaps inside of what substitute_hf_flash_attn put around it
+        inner = getattr(inner, "__wrapped__", None)
 
     @functools.wraps(original)
     def forward(
@@ -80,12 +84,28 @@ def _replace_flash_attention() -> None:
             setattr(module, name, forward)
 
 
+def _with_documents(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's call before 4.48: without documents, its layers would know of no other rank."""
+
+    @functools.wraps(call)
+    def checked(model: Any, *args: Any, **kwargs: Any) -> Any:
+        import transformers.modeling_flash_attention_utils as utils
+
+        forward = utils._flash_attention_forward
+        alone = hasattr(forward, "takes_documents") and not hf_documents.is_running()
+        if alone and "documents" not in kwargs and hf_models.is_ours(model):
+            raise ValueError(hf_documents.NO_DOCUMENTS)
+        return call(model, *args, **kwargs)
+
+    return checked
+
+
 def _switched(call: Callable[..., Any], is_off: Callable[[], bool]) -> Callable[..., Any]:
     """A model's call; while ring attention is off, on one device."""
 
     @functools.wraps(call)
     def switched(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_off() and hf_models.has_ring_name(model):
+        if is_off() and hf_models.is_ours(model):
             if "documents" in kwargs:
                 raise ValueError("use_ring_attn(False), but the model got documents")
             with hf_models.on_one_device(model):
@@ -103,8 +123,7 @@ def _on_one_device(generate: Callable[..., Any]) -> Callable[..., Any]:
     def generated(model: Any, *args: Any, **kwargs: Any) -> Any:
         is_on = getattr(PreTrainedModel.__call__, "is_on", lambda: False)  # substituted
         is_ring = is_on() and hf_models.takes_ring_attention(model)
-        name = hf_models.text_config(model)._attn_implementation
-        if not is_ring and not hf_models.serves_documents(name):
+        if not is_ring and not hf_models.is_ours(model):
             return generate(model, *args, **kwargs)
         warnings.warn(
             "generate() is not spread over ranks: this one computes all of it, with attn_"
@@ -143,9 +162,11 @@ def _set_attention(model: Any) -> None:
     ours = hf_models.RING_IMPLEMENTATIONS[0] if hf_models.has_interface() else "flash_attention_2"
     hf_models.set_implementation(model, config, ours)
     try:
-        for part in model.modules():
-            if isinstance(part, PreTrainedModel) and part.config is config:
+        for part in [p for p in model.modules() if isinstance(p, PreTrainedModel)]:
+            if part.config is config:
                 hf_models.check_once(part)
+            if not hf_models.has_interface():
+                hf_models.prepared.add(part)
     except ValueError:
         hf_models.set_implementation(model, config, before)
         raise

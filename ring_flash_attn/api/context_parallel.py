@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ..comm import Group
 
 _run_ring = compilable(run_ring)
+before_shard: list[Callable[[], None]] = []
+"""Called by `shard` first, for adapters: models that were not prepared have to refuse a part."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class ContextParallel:
         """
         if not hasattr(batch, "items"):
             raise TypeError(f"batch must be a dict, or like one, not {type(batch).__name__}")
+        for prepare in list(before_shard):
+            prepare()
         given = {name: value for name, value in batch.items() if value is not None}
         device = checks.check_device("device", device)
         dims = check_dims(given, dims)

@@ -10,6 +10,8 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from ring_flash_attn.adapters.hf_models import has_interface, set_implementation
+
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -79,11 +81,20 @@ def is_known(family: str) -> bool:
     return hasattr(transformers, FAMILIES[family].needs)  # type: ignore[attr-defined]
 
 
+def choose(model: Any, implementation: str) -> None:
+    """Set the attention of all layers; before 4.48, "ring_attention" goes by another name."""
+    if implementation == "ring_attention" and not has_interface():
+        implementation = "flash_attention_2"
+    parts = (getattr(model.config, name, None) for name in ("text_config", "vision_config"))
+    for config in (model.config, *(part for part in parts if part is not None)):
+        set_implementation(model, config, implementation)
+
+
 def build(family: str, implementation: str = "eager") -> Any:
     """The same model on every rank, in fp32."""
     torch.manual_seed(0)
     model = FAMILIES[family]()
-    model.set_attn_implementation(implementation)
+    choose(model, implementation)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "proj" in key or "sinks" in key:  # scores and sinks large enough to matter
