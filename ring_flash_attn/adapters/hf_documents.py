@@ -134,6 +134,7 @@ def _check_call(model: Any, given: Mapping[str, Any], documents: BatchDocuments)
     for flag in ("use_cache", "output_attentions"):
         if given.get(flag):
             raise ValueError(f"{flag}=True beside documents: ring attention has nothing to return")
+    check_keywords(given)
     shape = (1 if documents.packed else documents.shape[0], documents.size)
     for tokens in ("input_ids", "inputs_embeds"):
         if given.get(tokens) is not None and tuple(given[tokens].shape[:2]) != shape:
