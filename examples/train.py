@@ -95,8 +95,8 @@ def packs(text: str, tokens: int) -> Iterator[Batch]:
         yield {"input_ids": ids, "labels": ids, "cu_seqlens": [0, *ends.tolist()]}
 
 
-def train(options: argparse.Namespace, device: torch.device) -> list[float]:
-    """The losses of all steps, the same on every rank of the default group."""
+def train(options: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
+    """Losses and norms of gradients of all steps, the same on every rank of the default group."""
     world_size, dp = dist.get_world_size(), options.data_parallel
     if world_size % dp or options.packs % dp:
         raise ValueError(
@@ -120,7 +120,9 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
     averaged_over = everyone.size() if options.fsdp else 1  # FSDP averages gradients
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 
-    source, losses = packs(options.text.read_text(encoding="utf-8"), options.tokens), []
+    source = packs(options.text.read_text(encoding="utf-8"), options.tokens)
+    losses: list[float] = []
+    grad_norms: list[float] = []
     for step in range(options.steps):
         batches = [next(source) for _ in range(options.packs)]  # of one optimiser step
         mine = batches[mesh.get_local_rank("dp") :: dp]  # whole packs; cp.shard cuts them
@@ -141,13 +143,15 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
         if not options.fsdp:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), options.max_norm)
+        grad_norms.append((norm.full_tensor() if options.fsdp else norm).item())
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)  # each rank has its part of the loss
         losses.append(total.item())
         if dist.get_rank() == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step:4}  loss {losses[-1]:.6f}", flush=True)
-    return losses
+    return {"losses": losses, "grad_norms": grad_norms}
 
 
 def plot(runs: list[Path], page: Path) -> None:
@@ -179,9 +183,9 @@ def run_rank(rank: int, world_size: int, options: argparse.Namespace, store: str
         how |= {"backend": "gloo"}
     dist.init_process_group(rank=rank, world_size=world_size, **how)
     try:
-        losses = train(options, device)
+        found = train(options, device)
         if rank == 0 and options.json:
-            record = {"world_size": world_size, "losses": losses, "options": options.__dict__}
+            record = {"world_size": world_size, **found, "options": vars(options)}
             options.json.write_text(json.dumps(record, default=str, indent=1), encoding="utf-8")
     finally:
         dist.destroy_process_group()
@@ -224,6 +228,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--width", type=count, default=64)
     add("--layers", type=count, default=2)
     add("--lr", type=float, default=3e-3)
+    add("--max-norm", type=float, default=1.0, help="to which gradients are clipped")
     add("--json", type=Path, help="write the losses here")
     add("--plot", type=Path, metavar="PAGE", help="draw RUNs into this HTML file; train nothing")
     add("runs", nargs="*", type=Path, metavar="RUN", help="what --json has written, for --plot")
