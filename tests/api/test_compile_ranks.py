@@ -472,3 +472,27 @@ def test_operators_of_a_group_are_not_captured() -> None:
     for name in ("ring_attention", "llama3_attention"):
         for each in (getattr(ops, name), getattr(ops, f"{name}_backward")):
             assert torch.Tag.cudagraph_unsafe in each.default.tags
+
+
+def keep_torchs_rules(rank: int, n: int) -> None:
+    offsets = torch.tensor([0, 3, 10])
+    shared: dict[str, Any] = {
+        **{"group": dist.group.WORLD.group_name, "packed": True, "causal": True, "grad": True},
+        **{"seed": torch.tensor(5), "dropout_p": 0.2, "sink": torch.ones(2, requires_grad=True)},
+        **{"left": -1, "right": -1, "softcap": 0.0, "deterministic": False, "with_lse": True},
+        "kernel": "reference",
+    }
+    ring = {"layout": "stripe", "route": "ring", "equal_shards": False, "cu_seqlens": offsets}
+    llama3 = {"layout": "flat_contiguous", "route": "all_gather", "k_start": 0, "k_stop": 10}
+    llama3 |= {"cu_seqlens_q_list": [0, 3, 10], "cu_seqlens_k": offsets, "heads_k_stride": 1}
+    llama3 |= {"max_seqlen_q": 7, "max_seqlen_k": 7}
+    for op, own in ((operators.ring_attention_op, ring), (operators.llama3_attention_op, llama3)):
+        given = {**shared, **own}
+        inputs = (rows(10), rows(10), rows(10), *(given.get(name) for name in op.names))
+        torch.library.opcheck(op.overload, inputs)
+
+
+@pytest.mark.slow
+def test_operators_keep_torchs_rules(ranks: Pool) -> None:
+    """Schema, fake results and autograd registration agree with what the operators do."""
+    ranks(1).run(keep_torchs_rules, timeout=300)
