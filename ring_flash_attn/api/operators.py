@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_in_torch_dispatch_mode,
+)
 
 from .. import comm
 from ..engine import checks
@@ -248,8 +252,9 @@ def _prepare_on_group(
 
 def _is_packed(given: Arguments) -> bool:
     """`packed` says; if it does not, that there are offsets does."""
-    offsets = given.get("cu_seqlens"), given.get("cu_seqlens" + _LIST)
-    return bool(given["packed"]) if given["packed"] is not None else offsets != (None, None)
+    if given["packed"] is not None:
+        return bool(given["packed"])
+    return any(given[name] is not None for name in ("cu_seqlens", "cu_seqlens" + _LIST))
 
 
 _NOT_CAPTURED = (torch.Tag.cudagraph_unsafe,)  # a CUDA graph would keep its documents
@@ -287,14 +292,14 @@ llama3_attention_op = Operator(
 def compilable(function: Callable[..., Output]) -> Callable[..., Output]:
     """`run_single`, `run_ring` or `run_llama3`, which torch.compile traces as one operator.
 
-    What an operator cannot take breaks the graph, with a reason. Dispatch modes, such as that of
-    selective activation checkpointing, see the operator, too.
+    What an operator cannot take breaks the graph, with a reason. Selective activation checkpointing
+    sees the operator, too.
     """
     traced = _TRACED[function]
 
     @functools.wraps(function)
     def run(q: Any, k: Any, v: Any, **options: Any) -> Output:
-        if not (torch.compiler.is_compiling() or is_in_torch_dispatch_mode()):
+        if not (torch.compiler.is_compiling() or _is_checkpointed()):
             return function(q, k, v, **options)
         reason = _reason(options)
         if reason is None:
@@ -307,6 +312,13 @@ def compilable(function: Callable[..., Output]) -> Callable[..., Output]:
     return run
 
 
+def _is_checkpointed() -> bool:
+    """Whether a policy of selective activation checkpointing is asked of every operator."""
+    return is_in_torch_dispatch_mode() and any(
+        type(mode).__module__ == checkpoint.__name__ for mode in _get_current_dispatch_mode_stack()
+    )
+
+
 def break_graph(reason: str) -> None:
     """While torch.compile traces; with fullgraph=True this is an error that gives the reason."""
     torch._dynamo.graph_break(msg=f"ring_flash_attn: {reason}")
@@ -317,8 +329,10 @@ _KINDS = {
     **dict.fromkeys(("softmax_scale", "softcap"), "a number or None"),
     **dict.fromkeys(("alibi_slopes", "sink"), "a tensor or None"),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), "offsets"),
-    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k", "seqlen", "seqlen_k"), "a size"),
-    **dict.fromkeys(("heads_k_stride", "sources_per_launch"), "a size"),
+    **dict.fromkeys(
+        ("max_seqlen", "max_seqlen_q", "max_seqlen_k", "seqlen", "seqlen_k"), "an integer"
+    ),
+    **dict.fromkeys(("heads_k_stride", "sources_per_launch"), "an integer"),
     **dict.fromkeys(("route", "kernel"), "a name"),
     **dict.fromkeys(("packed", "equal_shards", "group"), ""),  # ours; checked when it is resolved
     "dropout_p": "a number",
@@ -339,12 +353,14 @@ def _reason(options: dict[str, Any]) -> str | None:
             kind = "a tensor or a list of integers" if "layout" in options else "a tensor"
         if not _fits(kind, value):
             return f"to be in a graph, {name} must be {kind}"
+        if name == "alibi_slopes" and value is not None and value.requires_grad:
+            return "there is no gradient for alibi_slopes"  # which the operator could not say
     return None
 
 
 def _fits(kind: str, value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind == "a size":
+    if kind == "an integer":
         return value is None or (number and isinstance(value, int))
     if kind.startswith("a number"):
         return number or (value is None and kind.endswith("None"))

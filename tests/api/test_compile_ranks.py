@@ -112,7 +112,7 @@ def in_one_graph(rank: int, n: int, names: list[str]) -> dict[str, bool]:
     return {name: equal(found[1][name], found[0][name]) for name in inputs}
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_distributed_functions_in_one_graph(ranks: Pool, every: int) -> None:
     """Nothing breaks it; results, lse and gradients have the bits of eager calls."""
     names = DISTRIBUTED[::every]
@@ -270,6 +270,7 @@ def layouts(rank: int, n: int) -> None:
         compiled(run)(rows(10), Mine())
 
 
+@pytest.mark.slow
 def test_layouts_that_are_objects(ranks: Pool) -> None:
     ranks(2).run(layouts, timeout=300)
 
@@ -348,11 +349,11 @@ def kept(rank: int, n: int, example: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         counted = Counted(patch)
         forwards = []
-        for function in (run, compiled(run), keeps, compiled(keeps), compiled(recomputes)):
+        for function in (run, keeps, compiled(keeps), compiled(recomputes)):
             assert close(outcome(lambda *_, f=function: f(x), inputs), expected)
             forwards.append(counted.forwards)
             counted.forwards = 0
-        assert forwards == [0, 1, 1, 1, 2]  # eager: no operator
+        assert forwards == [0, 1, 1, 2]  # eager: no operator
 
 
 def test_selective_checkpointing_keeps_outputs(ranks: Pool) -> None:
@@ -406,6 +407,7 @@ def with_torchs(cp: ContextParallel, model: TinyModel, part: dict[str, Any]) -> 
 
 def context_parallel(rank: int, n: int, routed: bool) -> None:
     cp, model = ContextParallel(), TinyModel()
+    model.layers = model.layers[:1]  # compiles faster
     function = with_torchs if routed else with_attention
     graph = compiled(function)
 
@@ -446,11 +448,14 @@ def refused(rank: int, n: int) -> None:
     def run(x: Tensor, limit: Any, **options: Any) -> Tensor:
         return rfa.stripe_flash_attn_varlen_func(x, x, x, offsets, limit, **options)
 
-    with pytest.raises(Exception, match="to be in a graph, max_seqlen must be a size"):
+    with pytest.raises(Exception, match="to be in a graph, max_seqlen must be an integer"):
         compiled(run)(x, torch.tensor(12))
     scale = torch.tensor(0.3)
     with pytest.raises(Exception, match="to be in a graph, softmax_scale must be a number"):
         compiled(run)(x, 12, softmax_scale=scale)
+    slopes = torch.ones(2, requires_grad=True)
+    with pytest.raises(Exception, match="there is no gradient for alibi_slopes"):
+        compiled(run)(x, 12, alibi_slopes=slopes)
     broken = torch.compile(run, backend="aot_eager")  # may break the graph there
     assert close(outcome(broken, [x], torch.tensor(12)), outcome(run, [x], 12))
     with pytest.raises(ValueError, match="max_seqlen = 11, but the longest document has 12"):
