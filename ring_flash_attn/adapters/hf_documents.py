@@ -40,12 +40,15 @@ class DocumentsMask:
     documents: BatchDocuments
     window: int | None
 
-    # For models that cut keys to the length of the mask, or the mask to that of the keys.
+    # For models that cut keys to the length of the mask, or cut or move the mask.
     @property
     def shape(self) -> tuple[int, int]:
         return 1, self.documents.size or 1
 
     def __getitem__(self, _: object) -> DocumentsMask:
+        return self
+
+    def to(self, *_: object, **__: object) -> DocumentsMask:
         return self
 
 

@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -40,14 +41,13 @@ _NO_ATTENTION = "does not call transformers' attention interface"
 
 
 _checked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # attn_implementation, by model
-prepared: WeakSet[Any] = WeakSet()  # models whose layers we changed to another class, before 4.48
+prepared: WeakSet[Any] = WeakSet()  # models that we prepared, before 4.53
 
 
+@functools.cache
 def has_interface() -> bool:
-    """Whether transformers looks attention functions up by name (4.48 and newer)."""
-    import transformers.modeling_utils
-
-    return hasattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS")
+    """Whether transformers asks for masks and for attention by a name that we can add (4.53)."""
+    return find_spec("transformers.masking_utils") is not None
 
 
 def text_config(model: Any) -> Any:

@@ -35,23 +35,16 @@ def register(attention: Callable[..., Any], is_off: Callable[[], bool]) -> None:
 
 
 def _register_names(attention: Callable[..., Any]) -> None:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+    from transformers.modeling_utils import AttentionInterface
 
     for name in hf_models.RING_IMPLEMENTATIONS:
-        # the class's mapping, which instances of it share, where there is one
-        getattr(type(ALL_ATTENTION_FUNCTIONS), "_global_mapping", ALL_ATTENTION_FUNCTIONS)[name] = (
-            attention
-        )
-    try:
-        from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
-    except ImportError:  # before 4.53 a model makes its mask by a method of its own
-        return
-    for name in hf_models.RING_IMPLEMENTATIONS:
+        AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, hf_documents.mask_function(flash_attention_mask))
 
 
 def _replace_flash_attention() -> None:
-    """Before 4.48, layers call a function of flash attention, which they imported by name."""
+    """Before 4.53, layers call a function of flash attention, which is imported by name."""
     name = "_flash_attention_forward"
     import transformers.modeling_flash_attention_utils as utils
 
@@ -85,7 +78,7 @@ def _replace_flash_attention() -> None:
 
 
 def _with_documents(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's call before 4.48: without documents, its layers would know of no other rank."""
+    """A model's call before 4.53: without documents, its layers would know of no other rank."""
 
     @functools.wraps(call)
     def checked(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -48,12 +48,10 @@ from ring_flash_attn import (
 from ring_flash_attn.adapters import hf_adapter, hf_forward, hf_models, shift_labels
 from ring_flash_attn.adapters.hf_models import has_interface
 
-# Before 4.48 there is no attention interface.
+# Before 4.53 models have no names of ours.
 ALL_ATTENTION_FUNCTIONS: Any = getattr(modeling_utils, "ALL_ATTENTION_FUNCTIONS", None)
-needs_interface = pytest.mark.skipif(
-    ALL_ATTENTION_FUNCTIONS is None, reason="before transformers 4.48"
-)
-if ALL_ATTENTION_FUNCTIONS is not None:
+needs_interface = pytest.mark.skipif(not has_interface(), reason="before transformers 4.53")
+if has_interface():
     from transformers.integrations import flash_attention as hf_flash_attention
 
 DOCUMENTS = [5, 1, 13, 4, 9]  # 32 tokens; no boundary falls on that of a shard
@@ -262,7 +260,7 @@ def check_recomputation(rank: int, world_size: int, name: str) -> None:
     for use_reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         in_order = (True, False) if has_interface() or not use_reentrant else (True,)
-        # before 4.48, reentrant checkpointing makes new tensors of position_ids: an error says so
+        # before 4.53, reentrant checkpointing makes new tensors of position_ids: an error says so
         for one_after_the_other in in_order:
             for key, found in grads(one_after_the_other).items():
                 assert_near(found, expected[key], f"{key}, {use_reentrant=}")
@@ -345,7 +343,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [m for n, m in sys.modules.items() if n.startswith("transformers.")]:
         if "_flash_attention_forward" in vars(module):
             monkeypatch.setattr(module, "_flash_attention_forward", forward)
-    if ALL_ATTENTION_FUNCTIONS is not None:
+    if has_interface():
         interfaces = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
         monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", interfaces)
     monkeypatch.setattr(PreTrainedModel, "__call__", PreTrainedModel.__call__)

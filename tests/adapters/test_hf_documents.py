@@ -322,7 +322,7 @@ def test_generate_runs_on_one_device_and_says_so(without_us: None, family: str) 
     assert model.config._attn_implementation == name
 
 
-@pytest.mark.skipif(not has_interface(), reason="needs flash_attn before transformers 4.48")
+@pytest.mark.skipif(not has_interface(), reason="needs flash_attn before transformers 4.53")
 def test_generate_of_a_model_that_was_substituted(
     without_us: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def is_known(family: str) -> bool:
 
 
 def choose(model: Any, implementation: str) -> None:
-    """Set the attention of all layers; before 4.48, "ring_attention" goes by another name."""
+    """Set the attention of all layers; before 4.53, "ring_attention" goes by another name."""
     if implementation == "ring_attention" and not has_interface():
         implementation = "flash_attention_2"
     parts = (getattr(model.config, name, None) for name in ("text_config", "vision_config"))
