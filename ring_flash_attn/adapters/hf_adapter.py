@@ -170,7 +170,7 @@ def create_ring_flash_attention_forward(
         assert isinstance(out, Tensor)  # return_attn_probs is off
         return out.unsqueeze(0)  # (1, seqlen, nheads, headdim)
 
-    candidate: Any = torch.compiler.disable(ring_forward)  # attention breaks the graph anyway
+    candidate: Any = torch.compiler.disable(ring_forward)  # it looks documents up in a global
     original = _original(_flash_utils()._flash_attention_forward)
     candidate.__signature__ = inspect.signature(original)
     _replaced[candidate] = original
