@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from documents import ROOT, block, example
+from documents import ROOT, block, example, text
 from ranks import Ranks
 from tiny_model import (
     TinyModel,
@@ -222,6 +222,102 @@ def test_the_hybrid_model_from_the_command_line() -> None:
     errors = dict(re.findall(r"(.*): .* = (\S+)", printed))
     assert {"logits", "loss", "gradient of state_space.inputs.weight"} <= set(errors)
     assert all(float(error) < 1e-5 for error in errors.values()), printed
+
+
+# examples/hf_sft.py
+
+TINY = ["--width", "16", "--layers", "1", "--max-length", "48", "--steps", "5"]
+
+
+class Plain:
+    """In the place of the example's mixin: the trainer as it is."""
+
+    def __init__(self, *args: Any, cp_size: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+def fine_tuned(rank: int, world_size: int, folder: str, plain: bool, *arguments: str) -> Curves:
+    """In a worker, with what torchrun would have told it; accelerate forgets it afterwards."""
+    from accelerate.state import AcceleratorState
+
+    here = {"RANK": rank, "LOCAL_RANK": rank}
+    here |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in here.items():
+            patch.setenv(name, str(value))
+        patch.setenv("MASTER_PORT", "0")  # not used: there is a group
+        sft = example("hf_sft")
+        if plain:
+            patch.setattr(sft, "ContextParallelMixin", Plain)
+            patch.setattr(sft, "prepare_hf_model", lambda model: model)
+        try:
+            found: Curves = sft.train(sft.parse_options([*TINY, *arguments]), folder)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+    assert len(found["losses"]) == len(found["grad_norms"]) > 2
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ours", "plainly"),
+    [
+        (2, "", ""),
+        pytest.param(1, "", "", marks=pytest.mark.slow),
+        # the same documents in each step: two groups with half as many packs
+        pytest.param(4, "--cp-size 2 --accumulation 2", "--accumulation 4", marks=pytest.mark.slow),
+        pytest.param(2, "--trl", "--trl", marks=pytest.mark.slow),
+    ],
+)
+def test_fine_tuning_with_a_trainer_is_that_of_one_device(
+    world_size: int, ours: str, plainly: str, tmp_path: Path, ranks: Callable[[int], Ranks]
+) -> None:
+    """Whose trainer knows nothing of ring attention."""
+    for module in ("transformers", "accelerate", *(["trl"] if ours == "--trl" else [])):
+        pytest.importorskip(module)
+    more = ["--batch-size", "1", "--steps", "3"] if world_size == 4 else []
+    (right,) = ranks(1).run(fine_tuned, str(tmp_path), True, *more, *plainly.split())
+    assert right["losses"][-1] < right["losses"][0] - 0.05  # it learns
+    for found in ranks(world_size).run(fine_tuned, str(tmp_path), False, *more, *ours.split()):
+        compare(found, right)
+
+
+def refuses(rank: int, world_size: int, folder: str) -> None:
+    sft = example("hf_sft")
+    smooth = functools.partial(sft.TrainingArguments, label_smoothing_factor=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft, "TrainingArguments", smooth)
+        with pytest.raises(NotImplementedError, match="plain cross-entropy"):
+            fine_tuned(rank, world_size, folder, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft.ContextParallelMixin, "train", evaluate, raising=False)
+        with pytest.raises(ValueError, match="not told which documents"):
+            fine_tuned(rank, world_size, folder, False)
+
+
+def evaluate(trainer: Any) -> None:
+    trainer.evaluate(trainer.train_dataset)
+
+
+@pytest.mark.slow
+def test_what_a_trainer_cannot_do_is_refused(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    for module in ("transformers", "accelerate"):
+        pytest.importorskip(module)
+    ranks(1).run(refuses, str(tmp_path))
+
+
+def test_the_mixin_on_the_page_is_that_of_the_example() -> None:
+    assert block("docs/huggingface.md", "trainer") in text("examples/hf_sft.py")
+
+
+@pytest.mark.slow
+def test_fine_tuning_from_the_command_line(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    for module in ("transformers", "accelerate"):
+        pytest.importorskip(module)
+    (right,) = ranks(1).run(fine_tuned, str(tmp_path), True)
+    run_script("examples/hf_sft.py", *TINY, "--json", str(tmp_path / "two.json"), torchrun=2)
+    run = json.loads((tmp_path / "two.json").read_text())
+    assert run["world_size"] == 2
+    compare(run, right)
 
 
 # docs/training.md
