@@ -43,10 +43,11 @@ class ContextParallelMixin:
         router = getattr(self.model.config, "output_router_logits", False)
         if any(own_loss) or router or getattr(self.args, "loss_type", None) == "dft":
             raise NotImplementedError("only the plain cross-entropy is computed over ranks")
-        shape = self.accelerator.num_processes // cp_size, cp_size
-        self.mesh = init_device_mesh(
-            self.args.device.type, shape, mesh_dim_names=("dp_replicate", "cp")
-        )
+        ranks = self.accelerator.num_processes
+        if ranks % cp_size:
+            raise ValueError(f"cp_size = {cp_size} must divide the {ranks} ranks")
+        shape, names = (ranks // cp_size, cp_size), ("dp_replicate", "cp")
+        self.mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=names)
         self.cp = ContextParallel(self.mesh["cp"])
         self.model_accepts_loss_kwargs = True  # losses are over the items of the whole step
 
@@ -176,10 +177,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:
         parser.error("start it with torchrun --nproc-per-node N examples/hf_sft.py")
-    world_size = int(os.environ["WORLD_SIZE"])
-    options.cp_size = options.cp_size or world_size
-    if options.cp_size < 1 or world_size % options.cp_size:
-        parser.error(f"--cp-size: {options.cp_size} must divide the {world_size} ranks")
+    options.cp_size = options.cp_size or int(os.environ["WORLD_SIZE"])
     return options
 
 

@@ -288,6 +288,8 @@ def refuses(rank: int, world_size: int, folder: str) -> None:
         patch.setattr(sft, "TrainingArguments", smooth)
         with pytest.raises(NotImplementedError, match="plain cross-entropy"):
             fine_tuned(rank, world_size, folder, False)
+    with pytest.raises(ValueError, match="cp_size = 2 must divide the 1 ranks"):
+        fine_tuned(rank, world_size, folder, False, "--cp-size", "2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sft.ContextParallelMixin, "train", evaluate, raising=False)
         with pytest.raises(ValueError, match="not told which documents"):
