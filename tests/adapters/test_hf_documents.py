@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -108,35 +108,47 @@ def test_a_step_is_that_of_one_rank(
     """Every layout, forward and backward, with checkpointing of both kinds and without."""
     if not is_known(family):
         pytest.skip("not in this version of transformers")
-    ranks(world_size).run(every_layout, family, timeout=300)
+    ranks(world_size).run(every_layout, family)
 
 
-def sharded_parameters(rank: int, world_size: int) -> None:
+def sharded_parameters(rank: int, world_size: int, family: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    cp = ContextParallel(mesh["cp"])
-    batches = [batch_of(LENGTHS), batch_of((17, 6), seed=2)]  # one for each data-parallel index
-    model = build("llama")
+    axes = axes_of(family)
+    # one for each data-parallel index
+    batches = [batch_of(LENGTHS, axes), batch_of((17, 6), axes, seed=2)]
+    model = build(family)
     right = on_one_rank(model, batches)
-    model = prepare_hf_model(build("llama")).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = prepare_hf_model(build(family)).train()
+    if family != "gpt2" or has_interface():
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=everyone)
+    for layers in [part for part in model.modules() if isinstance(part, nn.ModuleList)]:
+        for layer in layers:
+            fully_shard(layer, mesh=everyone)
     fully_shard(model, mesh=everyone)
-    part = cp.shard(batches[rank // 2])
-    dist.all_reduce(part["num_items_in_batch"], group=mesh.get_group("dp"))
-    loss = model(**part).loss
-    (loss * everyone.size()).backward()  # FSDP averages gradients
-    loss = loss.detach()
-    dist.all_reduce(loss)
-    assert_near(loss, right["loss"], "loss")
-    for name, parameter in model.named_parameters():
-        assert_near(parameter.grad.full_tensor(), right["grads"][name], name)
+    for layout in layout_names():
+        model.zero_grad()
+        cp = ContextParallel(mesh["cp"], layout)
+        part = cp.shard(batches[rank // 2])
+        dist.all_reduce(part["num_items_in_batch"], group=mesh.get_group("dp"))
+        loss = model(**part).loss
+        (loss * everyone.size()).backward()  # FSDP averages gradients
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        assert_near(loss, right["loss"], f"loss, {layout}")
+        for name, parameter in model.named_parameters():
+            if name in right["grads"]:
+                grad = parameter.grad.full_tensor()
+                assert_near(grad, right["grads"][name], f"{name}, {layout}")
 
 
-def test_fsdp2_over_data_and_context(ranks: Callable[[int], Ranks]) -> None:
-    """dp 2 × cp 2, with checkpointing."""
-    ranks(4).run(sharded_parameters)
+@pytest.mark.product(8)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fsdp2_over_data_and_context(family: str, ranks: Callable[[int], Ranks]) -> None:
+    """dp 2 × cp 2, with checkpointing, every layout."""
+    if not is_known(family):
+        pytest.skip("not in this version of transformers")
+    ranks(4).run(sharded_parameters, family)
 
 
 # Batches, routes, names.
