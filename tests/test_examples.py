@@ -139,7 +139,7 @@ def run_script(*arguments: str, torchrun: int = 0) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -116,7 +116,7 @@ def in_one_graph(rank: int, n: int, names: list[str]) -> dict[str, bool]:
 def test_distributed_functions_in_one_graph(ranks: Pool, every: int) -> None:
     """Nothing breaks it; results, lse and gradients have the bits of eager calls."""
     names = DISTRIBUTED[::every]
-    for found in ranks(2).run(in_one_graph, names, timeout=300):
+    for found in ranks(2).run(in_one_graph, names):
         assert list(found) == names
         assert all(found.values()), found
 
@@ -146,7 +146,7 @@ def traced(rank: int, n: int, names: list[str]) -> list[str]:
 def test_functions_of_other_kernels_are_traced(ranks: Pool) -> None:
     """They differ from those above in the kernel alone: one in four of them."""
     functions = [f for f in families.FUNCTIONS.values() if f.is_distributed and f.prefix][::4]
-    (seen,) = ranks(1).run(traced, [function.name for function in functions], timeout=300)
+    (seen,) = ranks(1).run(traced, [function.name for function in functions])
     expected = ["llama3" if f.signature == "llama3" else "ring" for f in functions]
     assert seen == [f"ring_flash_attn.{kind}_attention.default" for kind in expected]
 
@@ -186,7 +186,7 @@ def documents(rank: int, n: int) -> None:
 
 def test_new_documents_are_honoured(ranks: Pool) -> None:
     """Values of cu_seqlens are read when the graph runs, not when it is compiled."""
-    ranks(2).run(documents, timeout=300)
+    ranks(2).run(documents)
 
 
 def written_between(rank: int, n: int) -> None:
@@ -203,7 +203,7 @@ def written_between(rank: int, n: int) -> None:
 
 
 def test_offsets_are_not_overwritten_before_the_backward_pass(ranks: Pool) -> None:
-    ranks(2).run(written_between, timeout=300)
+    ranks(2).run(written_between)
 
 
 def new_parts(rank: int, n: int) -> None:
@@ -223,7 +223,7 @@ def new_parts(rank: int, n: int) -> None:
 
 
 def test_new_parts_of_llama3(ranks: Pool) -> None:
-    ranks(2).run(new_parts, timeout=300)
+    ranks(2).run(new_parts)
 
 
 def groups(rank: int, n: int) -> None:
@@ -248,7 +248,7 @@ def groups(rank: int, n: int) -> None:
 
 def test_groups_and_meshes(ranks: Pool) -> None:
     """A graph is of the group that it was compiled for; another one is compiled anew."""
-    ranks(2).run(groups, timeout=300)
+    ranks(2).run(groups)
 
 
 def layouts(rank: int, n: int) -> None:
@@ -272,7 +272,7 @@ def layouts(rank: int, n: int) -> None:
 
 @pytest.mark.slow
 def test_layouts_that_are_objects(ranks: Pool) -> None:
-    ranks(2).run(layouts, timeout=300)
+    ranks(2).run(layouts)
 
 
 # Features.
@@ -304,7 +304,7 @@ def features(rank: int, n: int) -> None:
 
 @pytest.mark.slow
 def test_features(ranks: Pool) -> None:
-    ranks(2).run(features, timeout=300)
+    ranks(2).run(features)
 
 
 # Layers of a model, and checkpoints.
@@ -360,7 +360,7 @@ def test_selective_checkpointing_keeps_outputs(ranks: Pool) -> None:
     """A policy that names the operator computes attention once, in eager mode as in a graph."""
     page = (Path(__file__).parents[2] / "docs" / "usage.md").read_text()
     example = page.split("<!-- checkpoint -->\n```python\n")[1].split("```")[0]
-    ranks(2).run(kept, example, timeout=300)
+    ranks(2).run(kept, example)
 
 
 def model_in_inductor(rank: int, n: int) -> None:
@@ -377,7 +377,7 @@ def model_in_inductor(rank: int, n: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_layer_in_inductor(ranks: Pool) -> None:
-    ranks(2).run(model_in_inductor, timeout=300)
+    ranks(2).run(model_in_inductor)
 
 
 # ContextParallel.
@@ -436,7 +436,7 @@ def context_parallel(rank: int, n: int, routed: bool) -> None:
 @pytest.mark.parametrize("routed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_context_parallel(ranks: Pool, routed: bool) -> None:
     """Documents of every batch are honoured, and compiled at most twice."""
-    ranks(2).run(context_parallel, routed, timeout=300)
+    ranks(2).run(context_parallel, routed)
 
 
 # What is refused.
@@ -468,7 +468,7 @@ def refused(rank: int, n: int) -> None:
 
 def test_what_is_refused(ranks: Pool) -> None:
     """What no operator can take is named; so are wrong values, when the graph runs."""
-    ranks(2).run(refused, timeout=300)
+    ranks(2).run(refused)
 
 
 def test_operators_of_a_group_are_not_captured() -> None:
@@ -500,4 +500,4 @@ def keep_torchs_rules(rank: int, n: int) -> None:
 @pytest.mark.slow
 def test_operators_keep_torchs_rules(ranks: Pool) -> None:
     """Schema, fake results and autograd registration agree with what the operators do."""
-    ranks(1).run(keep_torchs_rules, timeout=300)
+    ranks(1).run(keep_torchs_rules)
