@@ -210,7 +210,7 @@ def _start() -> torch.device:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[70, 3, 190, 24, 11])
-    parser.add_argument("--layout", help="of attention; balanced if not given")
+    parser.add_argument("--layout", default="auto", help="of attention; auto: balanced")
     return parser.parse_args()
 
 

@@ -181,7 +181,7 @@ def test_runs_on_the_page_parse() -> None:
 
 
 def hybrid_step(
-    rank: int, world_size: int, lengths: tuple[int, ...], layout: str | None, rows: bool
+    rank: int, world_size: int, lengths: tuple[int, ...], layout: str, rows: bool
 ) -> None:
     """Logits, loss and gradients of all parameters; equal sequences as rows or as a pack."""
     hybrid = example("hybrid")
@@ -206,11 +206,11 @@ FORMS = {"packed": (9, 1, 14, 3), "rows": (7, 7), "more ranks than tokens": (2, 
 @pytest.mark.product(4)
 @pytest.mark.parametrize(
     ("form", "layout"),
-    [(form, layout) for layout in (None, "stripe") for form in FORMS]
+    [(form, layout) for layout in ("auto", "stripe") for form in FORMS]
     + [("packed", layout) for layout in layout_names() if layout != "stripe"],
 )
 def test_a_hybrid_model_is_that_of_one_device(
-    form: str, layout: str | None, ranks: Callable[[int], Ranks]
+    form: str, layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
     for world_size in (2, 4):
         ranks(world_size).run(hybrid_step, FORMS[form], layout, form == "rows")

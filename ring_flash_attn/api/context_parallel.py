@@ -42,26 +42,27 @@ class ContextParallel:
     Args:
         group: the ranks that share a sequence: a process group, or a DeviceMesh of one axis, such
             as mesh["cp"]; the default group if None.
-        layout: as in `ring_attention`; if None, "balanced" for packed documents and "zigzag" for a
+        layout: as in `ring_attention`; "auto" is "balanced" for packed documents and "zigzag" for a
             batch of equal sequences.
-        route: as in `ring_attention`.
+        route: as in `ring_attention`; "auto" is "ring".
         kernel: as in `ring_attention`.
         divisor: if given, padding is added so that all ranks hold as many tokens, a multiple of it.
         pad_token_id: what that padding has as input_ids.
     """
 
     group: Group | None = None
-    layout: str | Layout | None = None
-    route: str = "ring"
+    layout: str | Layout = "auto"
+    route: str = "auto"
     kernel: str = "auto"
     divisor: int | None = None
     pad_token_id: int = 0
 
     def __post_init__(self) -> None:
         comm.resolve_group(self.group)
-        if self.layout is not None:
+        if not _is_auto(self.layout):
             get_layout(self.layout)
-        check_route(self.route)
+        if not _is_auto(self.route):
+            check_route(self.route)
         if self.divisor is not None:
             checks.check_integer("divisor", self.divisor, 1)
         checks.check_integer("pad_token_id", self.pad_token_id)
@@ -108,7 +109,8 @@ class ContextParallel:
         dims = check_dims(given, dims)
         stream = read_stream(given)
         rank, world_size = comm.rank_and_size(self.group)
-        layout = get_layout(self.layout or ("balanced" if stream.packed else "zigzag"))
+        chosen = "balanced" if stream.packed else "zigzag"
+        layout = get_layout(chosen if _is_auto(self.layout) else self.layout)
         if self.divisor is not None:
             stream = stream.padded(layout, world_size * self.divisor)
             check_sizes(stream, layout, world_size, self.divisor)
@@ -179,7 +181,7 @@ class ContextParallel:
             k,
             v,
             layout=documents.layout,
-            route=self.route,
+            route="ring" if _is_auto(self.route) else self.route,
             kernel=self.kernel,
             group=self.group,
             causal=causal,
@@ -326,6 +328,10 @@ class ContextParallel:
         fields = (*call, *document_values(documents=stream.lengths).items())
         rank, _ = comm.rank_and_size(self.group)
         comm.agree(fields, comm.resolve_group(self.group), part=rank)
+
+
+def _is_auto(given: object) -> bool:
+    return isinstance(given, str) and given == "auto"
 
 
 def _check_documents(documents: object) -> None:

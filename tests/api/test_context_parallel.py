@@ -105,11 +105,11 @@ def both_forms() -> dict[str, tuple[list[Document], Batches]]:
 
 
 @pytest.mark.product(5)
-@pytest.mark.parametrize("layout", [None, *layout_names()])
+@pytest.mark.parametrize("layout", ["auto", *layout_names()])
 @pytest.mark.parametrize("form", both_forms())
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_step_is_that_of_one_device(
-    world_size: int, form: str, layout: str | None, ranks: Callable[[int], Ranks]
+    world_size: int, form: str, layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
     documents, batches = both_forms()[form]
     right = expected(documents)
@@ -145,7 +145,7 @@ def test_more_ranks_than_tokens(ranks: Callable[[int], Ranks]) -> None:
     documents = random_documents((2, 1))
     documents[0][1][1] = 4  # the only target
     right = expected(documents)
-    for layout in (None, "zigzag", "flat_contiguous"):
+    for layout in ("auto", "zigzag", "flat_contiguous"):
         results = ranks(4).run(step, [flattened(documents)], {"layout": layout})
         assert any(found["shapes"][0][1] == 0 for found in results)
         for found in results:
@@ -222,7 +222,8 @@ def ways_to_tell(rank: int, world_size: int) -> None:
     shifted = cp.shard({"input_ids": ids, "shift_labels": labels, "cu_seqlens": offsets})
     assert torch.equal(shifted["shift_labels"], labels[:, rank * 4 : rank * 4 + 4])
     assert shifted["num_items_in_batch"] == (labels != -100).sum()
-    assert ContextParallel().shard(ways[0])["documents"].layout.name == "balanced"
+    auto = ContextParallel(layout="auto", route="auto")
+    assert auto.shard(ways[0])["documents"].layout.name == "balanced"
     assert ContextParallel().shard(stacked(documents[:1]))["documents"].layout.name == "zigzag"
     mine = Balanced(masks=((Mask.of(causal=True, window_size=(3, 0)), 1),))
     assert ContextParallel(layout=mine).shard(ways[0])["documents"].layout == mine
@@ -277,7 +278,7 @@ def test_other_tensors_of_a_batch(ranks: Callable[[int], Ranks]) -> None:
 
 
 def routed_step(
-    rank: int, world_size: int, batch: Any, layout: str | None, causal: bool, checkpointed: bool
+    rank: int, world_size: int, batch: Any, layout: str, causal: bool, checkpointed: bool
 ) -> dict[str, Any]:
     """A model that knows nothing of us."""
     cp, model = ContextParallel(layout=layout), TinyModel()
@@ -301,10 +302,10 @@ def routed_step(
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("layout", [None, "stripe"])
+@pytest.mark.parametrize("layout", ["auto", "stripe"])
 @pytest.mark.parametrize("form", both_forms())
 def test_torchs_attention_goes_over_the_group(
-    form: str, layout: str | None, causal: bool, ranks: Callable[[int], Ranks]
+    form: str, layout: str, causal: bool, ranks: Callable[[int], Ranks]
 ) -> None:
     documents, (batch,) = both_forms()[form]
     right = expected(documents, causal)
@@ -523,7 +524,7 @@ def mistakes(rank: int, world_size: int) -> None:
     calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: ContextParallel("world"), ValueError, "ProcessGroup.*str"),  # type: ignore[arg-type]
         (lambda: ContextParallel(layout="spiral"), ValueError, "layout 'spiral'"),
-        (lambda: ContextParallel(route="auto"), ValueError, "route 'auto'"),
+        (lambda: ContextParallel(route="detour"), ValueError, "route 'detour'"),
         (lambda: ContextParallel(divisor=0), ValueError, "divisor"),
         (lambda: cp.shard({"input_ids": IDS}, device="abacus"), ValueError, "device = 'abacus'"),
         (lambda: cp.shard(IDS), TypeError, "batch must be a dict"),  # type: ignore[arg-type]
