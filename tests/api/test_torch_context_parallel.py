@@ -229,7 +229,7 @@ def mistakes(rank: int, world_size: int) -> None:
             "no_restore_buffers must be among buffers",
         ),
         ({"buffers": [ids], "buffer_seq_dims": [1], "layout": "spiral"}, ValueError, "spiral"),
-        ({"buffers": [ids], "buffer_seq_dims": [1], "route": "auto"}, ValueError, "'auto'"),
+        ({"buffers": [ids], "buffer_seq_dims": [1], "route": "detour"}, ValueError, "'detour'"),
     ]
     for arguments, error, words in cases:
         with pytest.raises(error, match=words):
