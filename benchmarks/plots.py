@@ -115,7 +115,7 @@ def slowest(rows: Sequence[Row], passes: str, name: str, sources: int | None) ->
         and row.passes == passes
         and row.values["slowest"]
         and "lengths" not in row.workload
-        and (sources is None or row.placement["sources_per_launch"] == sources)
+        and (sources is None or row.placement.get("sources_per_launch") == sources)
     )
     return found
 

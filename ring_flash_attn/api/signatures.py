@@ -175,9 +175,10 @@ ANYTHING = Signature(
         (
             "sources_per_launch: int | None = None",
             'for route "ring", ranks whose keys one launch takes at most: fewer and\n'
-            "    larger launches, and as many more buffers. Above 1, keys come straight from\n"
-            "    their owners. By default 4 with up to 8192 tokens a rank and 2 with more; 1 in\n"
-            "    groups of more than 16 ranks.",
+            "    larger launches, and as many more buffers. Unless it is 1, keys come straight\n"
+            "    from their owners. By default as many as bring up to 4 shards, or 2 with more\n"
+            "    than 8192 tokens a rank; more on many ranks, so that there are at most 8\n"
+            "    launches; 1 where a rank would talk to more than 64 others.",
         ),
     ),
     "A batch of sequences of one length, or with cu_seqlens packed documents; any length, and\n"

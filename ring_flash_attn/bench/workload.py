@@ -340,7 +340,7 @@ class Placement:
     route: str = "ring"
     kernel: str = "auto"
     heads_k_stride: int | None = None
-    sources_per_launch: int | None = None  # None: the library's choice
+    sources_per_launch: int | None = None  # None: by size, if the route is a ring
     link: Link | None = None  # that a replay emulates; None: communication costs nothing
 
     def __post_init__(self) -> None:
@@ -433,16 +433,15 @@ def problem_of(workload: Workload, placement: Placement) -> Problem:
 def resolve(
     workload: Workload, placement: Placement, device: torch.device, grad: bool = True
 ) -> Placement:
-    """The placement with the library's choices made: the kernel, and sources of a launch.
+    """The placement with the library's choice of a kernel; ValueError if it makes no sense.
 
     NotImplementedError with every reason if no kernel can do it.
     """
     from ..kernels.base import choose_kernel
 
-    problem = problem_of(workload, placement)
-    sources = problem.sources_per_launch if placement.route == "ring" else None
+    problem_of(workload, placement)
     kernel = choose_kernel(placement.kernel, call_of(workload, device, grad=grad)).name
-    return replace(placement, kernel=kernel, sources_per_launch=sources)
+    return replace(placement, kernel=kernel)
 
 
 def refuse_kernels(reasons: Mapping[str, Sequence[str]], device: torch.device) -> None:

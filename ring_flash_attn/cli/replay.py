@@ -168,9 +168,11 @@ def explain(replays: Sequence[Replay]) -> Iterator[str]:
             f"{drawn.document_cap:g} of all tokens; seed{'s' * (len(seeds) > 1)} "
             f"{', '.join(seeds)}."
         )
-    if placement.sources_per_launch is not None and placement.world_size > 1:
+    if placement.route == "ring" and placement.world_size > 1:
         sources = placement.sources_per_launch
         others = "one other rank" if sources == 1 else f"up to {sources} other ranks"
+        if sources is None:
+            others = "as many other ranks as their sizes allow"
         yield f"A launch takes the keys of {others}."
     yield "Kernels, merges, buffers and streams are a real rank's; what it receives is random data."
     yield communication(first.link)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -154,25 +155,29 @@ def backward(
             torch.zeros_like(out) if dout is None else dout
             for (out, _), (dout, _) in zip(results, douts, strict=True)
         ]
-        with span("delta"):
-            saved = [
-                _saved(prepared, single, out, lse, dout, dlse, sink is not None)
-                for (out, lse), dout, (_, dlse) in zip(results, dense, douts, strict=True)
-            ]
-        dsink = None
-        if sink is not None:
-            parts = [_sink_part(sink, each.lse, each.delta) for each in saved]
-            dsink = -torch.stack(parts).sum(0).to(sink.dtype)
-        if single is not None:
-            grads = _backward_single(prepared, single, shards[0], dense[0], saved[0])
-            if grads is not None:
-                return dsink, [grads]
-        passes = [
-            _BackwardPass(prepared, *of_rank)
-            for of_rank in zip(ranks, shards, dense, saved, strict=True)
+        for _, dlse in douts:
+            _check_dlse(prepared.kernel, dlse)
+        saved = [  # made when it is needed: the first keys leave before that
+            functools.cache(
+                functools.partial(_saved, prepared, single, out, lse, dout, dlse, sink is not None)
+            )
+            for (out, lse), dout, (_, dlse) in zip(results, dense, douts, strict=True)
         ]
-        run_steps([Executor(*each) for each in zip(passes, prepared.connect(), strict=True)])
-    return dsink, [each.result() for each in passes]
+        found = None
+        if single is not None:
+            grads = _backward_single(prepared, single, shards[0], dense[0], saved[0]())
+            found = None if grads is None else [grads]
+        if found is None:
+            passes = [
+                _BackwardPass(prepared, *of_rank)
+                for of_rank in zip(ranks, shards, dense, saved, strict=True)
+            ]
+            run_steps([Executor(*each) for each in zip(passes, prepared.connect(), strict=True)])
+            found = [each.result() for each in passes]
+        if sink is None:
+            return None, found
+        parts = [_sink_part(sink, each().lse, each().delta) for each in saved]
+        return -torch.stack(parts).sum(0).to(sink.dtype), found
 
 
 def _pass_name(direction: str, prepared: PreparedCall) -> str:
@@ -196,17 +201,21 @@ def _saved(
     sink: bool,
 ) -> Saved:
     call, direct = prepared.call, as_direct(prepared.kernel)
-    if as_block(prepared.kernel) is not None:
-        if dlse is not None:
-            raise NotImplementedError(
-                f"kernel {prepared.kernel.name!r} cannot differentiate through lse: use another "
-                "(triton, cute, reference), or detach lse"
-            )
-        return Saved(lse, _delta(dout, out, call) if sink else lse.new_empty(0), out)
-    if direct is not None and single is not None and dlse is None and not sink:
-        return Saved(lse, lse.new_empty(0), out)
-    delta = (_delta if direct is None else direct.delta)(dout, out, call)
-    return Saved(lse, delta if dlse is None else delta - dlse)
+    with span("delta"):
+        if as_block(prepared.kernel) is not None:
+            return Saved(lse, _delta(dout, out, call) if sink else lse.new_empty(0), out)
+        if direct is not None and single is not None and dlse is None and not sink:
+            return Saved(lse, lse.new_empty(0), out)
+        delta = (_delta if direct is None else direct.delta)(dout, out, call)
+        return Saved(lse, delta if dlse is None else delta - dlse)
+
+
+def _check_dlse(kernel: Kernel, dlse: Tensor | None) -> None:
+    if dlse is not None and as_block(kernel) is not None:
+        raise NotImplementedError(
+            f"kernel {kernel.name!r} cannot differentiate through lse: use another (triton, "
+            "cute, reference), or detach lse"
+        )
 
 
 def _forward_single(
@@ -293,19 +302,25 @@ class _ForwardPass:
         self, prepared: PreparedCall, local: LocalRank, shard: QKV, sink: Tensor | None
     ) -> None:
         q, k, v = shard
-        self._kernel, self._call = prepared.kernel, prepared.call
-        call = prepared.call
+        self._kernel, self._call, self._sink = prepared.kernel, prepared.call, sink
         self.buffer_plan, self.pool = local.forward, local.pool
-        complete = local.forward.plan.complete
+        self._inputs: dict[Side, Views] = {Side.QUERY: (q,), Side.KEY: (k, v)}
+
+    def home(self, payload: Payload, side: Side) -> Views:
+        if payload is Payload.INPUT:
+            return self._inputs[side]
+        assert side is Side.QUERY, "keys have no result"
+        return self.state.out, self.state.lse
+
+    @functools.cached_property
+    def state(self) -> State:
+        """Of this rank's queries; empty at first."""
+        call, complete = self._call, self.buffer_plan.plan.complete
         covered = complete and _needs_no_zeros(self._kernel)
-        out, lse = _empty_state(q, call, call.state_dtype, sink, covered)
+        (q,) = self._inputs[Side.QUERY]
+        out, lse = _empty_state(q, call, call.state_dtype, self._sink, covered)
         final = complete and call.dtype is not call.state_dtype
-        self.state = State(out, lse, torch.empty_like(out, dtype=call.dtype) if final else None)
-        self.home: dict[tuple[Payload, Side], Views] = {
-            (Payload.INPUT, Side.QUERY): (q,),
-            (Payload.INPUT, Side.KEY): (k, v),
-            (Payload.RESULT, Side.QUERY): (out, lse),
-        }
+        return State(out, lse, torch.empty_like(out, dtype=call.dtype) if final else None)
 
     def launch(self, work: Work, executor: Executor) -> None:
         (q,) = executor.shards(Payload.INPUT, work, Side.QUERY)
@@ -318,7 +333,8 @@ class _ForwardPass:
         with span("{.name} forward on rank {}", self._kernel, executor.rank):
             self._kernel.forward(q, k, v, work.tiles, state, call)
 
-    def combine(self, ours: Views, theirs: Views) -> None:
+    def combine(self, ours: Views, theirs: Views, at: Tensor | None = None) -> None:
+        assert at is None, "outputs travel whole"
         merge(State(ours[0], ours[1]), theirs[0], theirs[1])
 
     def clear(self, views: Views) -> None:
@@ -339,27 +355,36 @@ class _BackwardPass:
     """
 
     def __init__(
-        self, prepared: PreparedCall, local: LocalRank, shard: QKV, dout: Tensor, saved: Saved
+        self,
+        prepared: PreparedCall,
+        local: LocalRank,
+        shard: QKV,
+        dout: Tensor,
+        saved: Callable[[], Saved],
     ) -> None:
-        q, k, v = shard
         self._kernel, self._call = prepared.kernel, prepared.call
         self.buffer_plan, self.pool = local.backward, local.pool
         self._writes = _needs_no_zeros(self._kernel)
-        dq, dk, dv = (
-            self._accumulator(x, local.backward.begins[side])
-            for x, side in ((q, Side.QUERY), (k, Side.KEY), (v, Side.KEY))
-        )
-        last = saved.delta if saved.out is None else saved.out
-        self.home: dict[tuple[Payload, Side], Views] = {
-            (Payload.INPUT, Side.QUERY): (q, dout, saved.lse, last),
-            (Payload.INPUT, Side.KEY): (k, v),
-            (Payload.RESULT, Side.QUERY): (dq,),
-            (Payload.RESULT, Side.KEY): (dk, dv),
-        }
+        self._shard, self._dout, self._saved = shard, dout, saved
+        self._made: dict[tuple[Payload, Side], Views] = {(Payload.INPUT, Side.KEY): shard[1:]}
 
-    def _accumulator(self, x: Tensor, begins: bool) -> Tensor:
-        make = torch.empty if self._writes and begins else torch.zeros
-        return make(x.shape, dtype=self._call.state_dtype, device=x.device)
+    def home(self, payload: Payload, side: Side) -> Views:
+        if (payload, side) not in self._made:
+            self._made[payload, side] = self._make(payload, side)
+        return self._made[payload, side]
+
+    def _make(self, payload: Payload, side: Side) -> Views:
+        q, k, v = self._shard
+        if payload is Payload.INPUT:
+            saved = self._saved()
+            last = saved.delta if saved.out is None else saved.out
+            return q, self._dout, saved.lse, last
+        begins = self._writes and self.buffer_plan.begins[side]
+        make = torch.empty if begins else torch.zeros
+        accumulated = (q,) if side is Side.QUERY else (k, v)
+        return tuple(
+            make(x.shape, dtype=self._call.state_dtype, device=x.device) for x in accumulated
+        )
 
     def launch(self, work: Work, executor: Executor) -> None:
         q, dout, lse, delta_or_out = executor.shards(Payload.INPUT, work, Side.QUERY)
@@ -376,10 +401,13 @@ class _BackwardPass:
         with span("{.name} backward on rank {}", self._kernel, executor.rank):
             self._kernel.backward(dout, q, k, v, work.tiles, saved, grads, call)
 
-    def combine(self, ours: Views, theirs: Views) -> None:
+    def combine(self, ours: Views, theirs: Views, at: Tensor | None = None) -> None:
         with span("add gradients"):
             for mine, other in zip(ours, theirs, strict=True):
-                mine += other
+                if at is None:
+                    mine += other
+                else:
+                    mine.index_copy_(1, at, mine.index_select(1, at).add_(other))
 
     def clear(self, views: Views) -> None:
         for view in views:
@@ -387,6 +415,6 @@ class _BackwardPass:
 
     def result(self) -> QKV:
         """dq, dk, dv of this rank's shards, in the user's dtype."""
-        (dq,) = self.home[Payload.RESULT, Side.QUERY]
-        dk, dv = self.home[Payload.RESULT, Side.KEY]
+        (dq,) = self.home(Payload.RESULT, Side.QUERY)
+        dk, dv = self.home(Payload.RESULT, Side.KEY)
         return dq.to(self._call.dtype), dk.to(self._call.dtype), dv.to(self._call.dtype)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..comm import Group
 
 _DOCUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_CONNECTED = 16  # ranks of which each may have a connection to every other
-_FEW_TOKENS = 8192  # of a rank; with more, launches of two sources are as fast as larger ones
 
 
 def ring_call(
@@ -323,11 +321,7 @@ def make_problem(
         raise ValueError(
             f"heads_k_stride = {heads_k_stride}: route {route!r} takes all heads at once"
         )
-    if sources_per_launch is None:
-        sources_per_launch = 1
-        if route == "ring" and world_size <= _CONNECTED:  # measured on an H200
-            sources_per_launch = 4 if sum(lengths_k) <= _FEW_TOKENS * world_size else 2
-    elif route != "ring":
+    if sources_per_launch is not None and route != "ring":
         raise ValueError(
             f"sources_per_launch = {sources_per_launch!r}: only route 'ring' groups sources, "
             f"not {route!r}"
@@ -340,5 +334,7 @@ def make_problem(
         opts.mask,
         nheads_k,
         checks.check_heads_k_stride(heads_k_stride, nheads_k),
-        checks.check_integer("sources_per_launch", sources_per_launch, 1),
+        sources_per_launch
+        if sources_per_launch is None
+        else checks.check_integer("sources_per_launch", sources_per_launch, 1),
     )

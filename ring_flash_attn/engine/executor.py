@@ -1,12 +1,13 @@
 """The executor of a plan: the buffers, messages and launches of one rank, step by step.
 
-Every buffer that travels is stored rows first, (seqlen, batch, nheads, …), so that a piece of a
-shard is a contiguous part of any buffer that holds it; kernels see it as (batch, seqlen, nheads,
-…).
+Every buffer that travels is stored rows first, (seqlen, batch, nheads, …), so that rows that follow
+each other are a contiguous part of it; kernels see it as (batch, seqlen, nheads, …). Where shards
+are cut, k and v (dk and dv) of a row lie side by side in one buffer, and are one message.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from ..comm import Message, Transport
 from ..plan.buffers import BufferPlan, Move, Slot
+from ..plan.rows import Packing
 from ..plan.steps import Heads, Payload, Side, Step, Work
 from ..trace import span
+from .packing import row_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,11 @@ class Field:
 
     def rows_first(self, tensor: Tensor) -> Tensor:
         """What kernels see → rows-first, contiguous (a copy only if need be)."""
-        moved = tensor.permute(2, 0, 1) if self.headdim is None else tensor.transpose(0, 1)
-        return moved.contiguous()
+        return self.moved(tensor).contiguous()
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """What kernels see → rows-first."""
+        return tensor.permute(2, 0, 1) if self.headdim is None else tensor.transpose(0, 1)
 
     def of_heads(self, tensor: Tensor, heads: Heads) -> Tensor:
         """The part of a kernel-side tensor that belongs to some KV heads."""
@@ -77,13 +83,18 @@ class Pass(Protocol):
 
     buffer_plan: BufferPlan
     pool: Pool
-    home: dict[tuple[Payload, Side], Views]  # its own shards, as kernels see them
+
+    def home(self, payload: Payload, side: Side) -> Views:
+        """Its own shards, as kernels see them.
+
+        Made when they are first asked for: the first post leaves before anything is launched.
+        """
 
     def launch(self, work: Work, executor: Executor) -> None:
         """Run the kernel on the executor's `shards`."""
 
-    def combine(self, ours: Views, theirs: Views) -> None:
-        """Add what others have accumulated to what is accumulated here."""
+    def combine(self, ours: Views, theirs: Views, at: Tensor | None = None) -> None:
+        """Add what others have accumulated to what is accumulated here, or to rows `at` of it."""
 
     def clear(self, views: Views) -> None:
         """Make accumulators empty."""
@@ -93,36 +104,38 @@ class Executor:
     """Runs the plan of one rank: its buffers, its messages, and the launches of a pass."""
 
     def __init__(self, work: Pass, transport: Transport) -> None:
-        self._pass, self._home = work, work.home
-        nheads_k = work.home[Payload.INPUT, Side.KEY][0].shape[2]
-        self._fields = {
-            key: tuple(Field.of(tensor, nheads_k) for tensor in tensors)
-            for key, tensors in work.home.items()
-        }
+        self._pass = work
+        self._found: dict[tuple[Payload, Side], Fields] = {}
         self.buffer_plan, self.plan = work.buffer_plan, work.buffer_plan.plan
         self.rank = self.plan.rank
-        q = self._home[Payload.INPUT, Side.QUERY][0]
-        self._transport, self._batch, self._device = transport, q.shape[0], q.device
+        k = work.home(Payload.INPUT, Side.KEY)[0]
+        self._batch, self._nheads_k, self._device = k.shape[0], k.shape[2], k.device
+        self._transport = transport
         self._buffers: dict[Slot, Buffers] = {}
         self._begun: set[tuple[Side, Heads]] = set()
         self._pool = work.pool
         self._own: dict[tuple[Side, Heads], Buffers] = {}  # our shards, rows first, while we send
         self._arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
+        self._packed: dict[Packing, Buffers] = {}  # messages of this step whose rows lie apart
+        self._unpacked: list[Move] = []  # of each packing that arrives, one
 
     # Steps.
 
     def post(self, number: int) -> None:
         messages: list[Message] = []
+        stays: list[Move] = []
         for move in self.buffer_plan.moves[number]:
             transfer = move.transfer
             if transfer.source == transfer.target:
-                self._copy_in_place(move)
+                stays.append(move)
             elif transfer.source == self.rank:
                 messages += [Message(t, transfer.target, False) for t in self._outgoing(move)]
             else:
                 messages += [Message(t, transfer.source, True) for t in self._incoming(move)]
         with span(_post_name, self.rank, number, messages):
             self._transport.post(messages)
+        for move in stays:
+            self._copy_in_place(move)
 
     def compute(self, number: int) -> None:
         for work in self.plan.steps[number].work:
@@ -132,9 +145,14 @@ class Executor:
         """Await the transfers of a step; add up results; give buffers back."""
         with span(_wait_name, self, number):
             self._transport.wait()
+        for move in self._unpacked:
+            self._unpack(move)
         for move, buffers in self._arrivals:
             self._add(move, buffers)
-        self._arrivals.clear()
+        for buffers in self._packed.values():
+            self._give_back(buffers)
+        for each in (self._unpacked, self._arrivals, self._packed):
+            each.clear()
         for slot in self.buffer_plan.last_use.get(number, ()):
             self._give_back(self._buffers.pop(slot, ()))
         for key in [key for key in self._own if self.buffer_plan.own[key][1] == number]:
@@ -157,7 +175,7 @@ class Executor:
             return self._at_home(payload, side, work.heads)
         slot = Slot(payload, side, owners, work.heads)
         assert payload is Payload.RESULT or slot in self._buffers, f"{slot} has not arrived"
-        return _views(self._fields[payload, side], self._buffer(slot))
+        return _views(self._fields(payload, side), self._buffer(slot))
 
     def is_fresh(self, work: Work, side: Side) -> bool:
         """Whether a launch is the first to write there, and names every row; asked before it."""
@@ -174,63 +192,128 @@ class Executor:
     def _copy_in_place(self, move: Move) -> None:
         """Our own shard, into or out of a buffer that holds several."""
         transfer = move.transfer
-        fields = self._fields[transfer.payload, transfer.side]
+        fields = self._fields(transfer.payload, transfer.side)
         shard = self._at_home(transfer.payload, transfer.side, transfer.heads)
-        buffers = self._buffer(move.slot)
-        for of_shard, of_slot in zip(move.of_shard, move.of_slot, strict=True):
-            ours = _rows(fields, shard, of_shard)
-            there = _views(fields, [buffer[of_slot] for buffer in buffers])
+        there = _views(fields, self._buffer(move.slot))
+        if move.packing is None or move.home is None:
+            (of_shard,), (of_slot,) = move.of_shard or (range(0),), move.of_slot or (range(0),)
+            ours = _rows(fields, shard, _slice(of_shard))
+            there = _rows(fields, there, _slice(of_slot))
             if transfer.payload is Payload.RESULT:
                 self._pass.combine(ours, there)
             else:
                 for view, tensor in zip(there, ours, strict=True):
                     view.copy_(tensor)
+            return
+        at, home = (row_numbers(each, self._device) for each in (move.packing, move.home))
+        if transfer.payload is Payload.RESULT:
+            self._pass.combine(shard, tuple(view.index_select(1, at) for view in there), home)
+        else:
+            for view, tensor in zip(there, shard, strict=True):
+                view.index_copy_(1, at, tensor.index_select(1, home))
 
     def _at_home(self, payload: Payload, side: Side, heads: Heads) -> Views:
         """Our own shard, as kernels see it."""
-        pairs = zip(self._fields[payload, side], self._home[payload, side], strict=True)
+        pairs = zip(self._fields(payload, side), self._pass.home(payload, side), strict=True)
         return tuple(field.of_heads(tensor, heads) for field, tensor in pairs)
+
+    def _fields(self, payload: Payload, side: Side) -> Fields:
+        """What a payload consists of."""
+        if (payload, side) not in self._found:
+            home = self._pass.home(payload, side)
+            self._found[payload, side] = tuple(Field.of(x, self._nheads_k) for x in home)
+        return self._found[payload, side]
 
     def _outgoing(self, move: Move) -> list[Tensor]:
         """What we send: our own shard, or one that is passing through, or what we have added up."""
         transfer = move.transfer
-        if transfer.payload is Payload.RESULT or transfer.owner != self.rank:
+        at_home = transfer.payload is Payload.INPUT and transfer.owner == self.rank
+        if move.packing is not None:
+            if move.packing not in self._packed:
+                self._packed[move.packing] = self._pack(move, at_home)
+            return [buffer[_slice(move.place)] for buffer in self._packed[move.packing]]
+        if not at_home:
             return _cut(self._buffer(move.slot), move.of_slot)
         if not move.of_shard:
             return []
         key = transfer.side, transfer.heads
         rows, _ = self.buffer_plan.own[key]
         if key not in self._own:
-            fields = self._fields[transfer.payload, transfer.side]
-            home = _rows(fields, self._at_home(transfer.payload, *key), rows)
-            self._own[key] = tuple(f.rows_first(t) for f, t in zip(fields, home, strict=True))
-        moved = [slice(each.start - rows.start, each.stop - rows.start) for each in move.of_shard]
-        return _cut(self._own[key], moved)
+            self._own[key] = self._rows_first(move, rows)
+        (of_shard,), first = move.of_shard, rows.start
+        return _cut(self._own[key], (range(of_shard.start - first, of_shard.stop - first),))
+
+    def _rows_first(self, move: Move, rows: slice) -> Buffers:
+        """Rows of our own shard, as messages take them; copied only if they lie otherwise."""
+        transfer = move.transfer
+        fields = self._fields(transfer.payload, transfer.side)
+        home = self._at_home(transfer.payload, transfer.side, transfer.heads)
+        home = _rows(fields, home, rows)
+        if not transfer.cut:
+            return tuple(f.rows_first(tensor) for f, tensor in zip(fields, home, strict=True))
+        found = _side_by_side(fields, home)
+        if found is None:
+            shape = _shape(fields, rows.stop - rows.start, self._batch, transfer.heads)
+            found = torch.empty(shape, dtype=fields[0].dtype, device=self._device)
+            for view, tensor in zip(_views(fields, (found,)), home, strict=True):
+                view.copy_(tensor)
+        return (found,)
 
     def _incoming(self, move: Move) -> list[Tensor]:
         """Where what we get belongs: inputs where launches look for them, results in between."""
         transfer = move.transfer
-        if transfer.payload is Payload.INPUT:
+        fields = self._fields(transfer.payload, transfer.side)
+        if transfer.payload is Payload.RESULT:
+            buffers = self._take(fields, move.rows, transfer.heads, transfer.cut)
+            self._arrivals.append((move, buffers))
+            return list(buffers)
+        if move.packing is None:
             return _cut(self._buffer(move.slot), move.of_slot)
-        sizes = [rows.stop - rows.start for rows in move.of_shard]
-        fields = self._fields[transfer.payload, transfer.side]
-        buffers = self._take(fields, sum(sizes), transfer.heads)
-        self._arrivals.append((move, buffers))
-        return [part for buffer in buffers for part in buffer.split(sizes)]
+        if move.packing not in self._packed:
+            buffers = self._take(fields, move.packing.total, transfer.heads, transfer.cut)
+            self._packed[move.packing] = buffers
+            self._unpacked.append(move)
+        return [buffer[_slice(move.place)] for buffer in self._packed[move.packing]]
+
+    def _pack(self, move: Move, at_home: bool) -> Buffers:
+        """Gather the rows of all messages that leave our own shard, or a buffer, in this step."""
+        transfer, packing = move.transfer, move.packing
+        assert packing is not None
+        fields = self._fields(transfer.payload, transfer.side)
+        buffers = self._take(fields, packing.total, transfer.heads, transfer.cut)
+        numbers = row_numbers(packing, self._device)
+        if at_home:
+            home = self._at_home(transfer.payload, transfer.side, transfer.heads)
+            for view, tensor in zip(_views(fields, buffers), home, strict=True):
+                torch.index_select(tensor, 1, numbers, out=view)
+        else:
+            for buffer, tensor in zip(buffers, self._buffer(move.slot), strict=True):
+                torch.index_select(tensor, 0, numbers, out=buffer)
+        return buffers
+
+    def _unpack(self, move: Move) -> None:
+        """Put the rows of messages that have arrived in their places."""
+        assert move.packing is not None
+        numbers = row_numbers(move.packing, self._device)
+        pairs = zip(self._buffer(move.slot), self._packed[move.packing], strict=True)
+        for buffer, arrived in pairs:
+            buffer.index_copy_(0, numbers, arrived)
 
     def _add(self, move: Move, buffers: Buffers) -> None:
         """Results of others have arrived: add ours, or pass them on if we have none."""
         transfer = move.transfer
-        fields = self._fields[transfer.payload, transfer.side]
+        fields = self._fields(transfer.payload, transfer.side)
         theirs = _views(fields, buffers)
         if transfer.owner == self.rank:
             home = self._at_home(transfer.payload, transfer.side, transfer.heads)
-            row = 0
-            for at in _joined(move.of_shard):
-                there = slice(row, row + at.stop - at.start)
-                ours, part = _rows(fields, home, at), _rows(fields, theirs, there)
-                self._pass.combine(ours, part)
-                row = there.stop
+            if move.packing is not None:
+                self._pass.combine(home, theirs, row_numbers(move.packing, self._device))
+            else:
+                first = 0
+                for rows in move.of_shard:
+                    there = slice(first, first := first + len(rows))
+                    ours = _rows(fields, home, _slice(rows))
+                    self._pass.combine(ours, _rows(fields, theirs, there))
         else:
             assert not transfer.cut, "sums on their way are whole"
             if move.slot not in self._buffers:
@@ -243,30 +326,63 @@ class Executor:
 
     def _buffer(self, slot: Slot, clear: bool = True) -> Buffers:
         if slot not in self._buffers:
-            fields = self._fields[slot.payload, slot.side]
-            buffers = self._take(fields, self.buffer_plan.rows(slot), slot.heads)
+            fields = self._fields(slot.payload, slot.side)
+            rows, cut = self.buffer_plan.rows(slot), self.buffer_plan.is_cut(slot)
+            buffers = self._take(fields, rows, slot.heads, cut)
             self._buffers[slot] = buffers
             if clear and slot.payload is Payload.RESULT:  # sent even where no launch adds to it
                 self._pass.clear(_views(fields, buffers))
         return self._buffers[slot]
 
-    def _take(self, fields: Fields, size: int, heads: Heads) -> Buffers:
-        """Buffers for `size` rows."""
-        buffers = []
-        for field in fields:
-            last = () if field.headdim is None else (field.headdim,)
-            shape = torch.Size((size, self._batch, (heads[1] - heads[0]) * field.heads, *last))
-            buffers.append(self._pool.take(shape, field.dtype, self._device))
-        return tuple(buffers)
+    def _take(self, fields: Fields, size: int, heads: Heads, cut: bool) -> Buffers:
+        """Buffers for `size` rows: one for all fields where shards are cut, else one for each."""
+        return tuple(
+            self._pool.take(_shape(each, size, self._batch, heads), each[0].dtype, self._device)
+            for each in ([fields] if cut else [(field,) for field in fields])
+        )
 
     def _give_back(self, buffers: Iterable[Tensor]) -> None:
         for buffer in buffers:
             self._pool.give(buffer)
 
 
-def _views(fields: Fields, buffers: Iterable[Tensor]) -> Views:
+def _shape(fields: Fields, size: int, batch: int, heads: Heads) -> torch.Size:
+    """Of a rows-first buffer in which the fields of a row lie side by side."""
+    count, headdims = heads[1] - heads[0], [field.headdim for field in fields]
+    if headdims == [None]:
+        return torch.Size((size, batch, count * fields[0].heads))
+    last = math.gcd(*(headdim or 1 for headdim in headdims))
+    width = sum(count * field.heads * (field.headdim or 1) for field in fields)
+    return torch.Size((size, batch, width // last, last))
+
+
+def _views(fields: Fields, buffers: Sequence[Tensor]) -> Views:
     """Rows-first buffers → what kernels see."""
+    if len(buffers) < len(fields):  # side by side
+        (buffer,) = buffers
+        flat = buffer.flatten(2)
+        per_head = [field.heads * (field.headdim or 1) for field in fields]
+        count = flat.shape[2] // sum(per_head)
+        parts = flat.split([count * width for width in per_head], dim=2)
+        buffers = [p.unflatten(2, (-1, f.headdim or 1)) for p, f in zip(parts, fields, strict=True)]
     return tuple(field.view(buffer) for field, buffer in zip(fields, buffers, strict=True))
+
+
+def _side_by_side(fields: Fields, home: Views) -> Tensor | None:
+    """Our own rows as one rows-first buffer, if that is how they lie: packed k and v."""
+    first = home[0]
+    batch, size, nheads, _ = first.shape
+    shape = _shape(fields, size, batch, (0, nheads // fields[0].heads))
+    width, place = shape[2] * shape[3], first.data_ptr()
+    if batch > 1 or not size or len({x.untyped_storage().data_ptr() for x in home}) > 1:
+        return None
+    for tensor in home:
+        _, _, nheads, headdim = tensor.shape
+        wanted = zip(tensor.shape[1:], tensor.stride()[1:], (width, headdim, 1), strict=True)
+        if tensor.data_ptr() != place or any(n > 1 and a != b for n, a, b in wanted):
+            return None
+        place += nheads * headdim * tensor.element_size()
+    return first.as_strided(shape, (width, width, shape[3], 1))
 
 
 def _rows(fields: Fields, tensors: Views, rows: slice) -> Views:
@@ -274,20 +390,13 @@ def _rows(fields: Fields, tensors: Views, rows: slice) -> Views:
     return tuple(f.of_rows(tensor, rows) for f, tensor in zip(fields, tensors, strict=True))
 
 
-def _joined(rows: Iterable[slice]) -> list[slice]:
-    """The same rows, with neighbours as one."""
-    found: list[slice] = []
-    for each in rows:
-        if found and found[-1].stop == each.start:
-            found[-1] = slice(found[-1].start, each.stop)
-        else:
-            found.append(each)
-    return found
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
 
 
-def _cut(buffers: Iterable[Tensor], rows: Sequence[slice]) -> list[Tensor]:
+def _cut(buffers: Iterable[Tensor], rows: Sequence[range]) -> list[Tensor]:
     """Some rows of each of some rows-first buffers: contiguous, and both ends list them alike."""
-    return [buffer[each] for buffer in buffers for each in rows]
+    return [buffer[_slice(each)] for buffer in buffers for each in rows]
 
 
 def run_steps(executors: Sequence[Executor]) -> None:

@@ -249,7 +249,7 @@ def _signature(
         ("sink", call.sink),
         ("deterministic", call.deterministic),
         ("heads_k_stride", problem.heads_k_stride),
-        ("sources_per_launch", problem.sources_per_launch),
+        ("sources_per_launch", problem.sources_per_launch or "by size"),
         ("needs gradients", call.needs_grad),
         *same.items(),
     )

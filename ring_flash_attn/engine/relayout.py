@@ -12,20 +12,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import comm
-from ..kernels.device_cache import DeviceCache, to_device
 from ..plan.problem import Problem
-from ..plan.relayout import Packing, Relayout, make_relayout
+from ..plan.relayout import Relayout, make_relayout
+from ..plan.rows import Packing
 from ..trace import span
 from . import checks
 from .entry import document_values
 from .host_copy import raise_if_stale
+from .packing import row_numbers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Connect = Callable[[], Sequence[comm.Transport]]
 
-_tables: DeviceCache[Tensor] = DeviceCache(most=64)  # row numbers; four of a plan, 8 bytes a row
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -197,27 +197,13 @@ def _messages(buffer: Tensor, packing: Packing, receive: bool) -> list[comm.Mess
 def _take(shard: Tensor, packing: Packing) -> Tensor:
     """Some rows: a view where they follow each other."""
     at = packing.slice
-    return shard.index_select(0, _numbers(packing, shard.device)) if at is None else shard[at]
+    return shard.index_select(0, row_numbers(packing, shard.device)) if at is None else shard[at]
 
 
 def _put(shard: Tensor, packing: Packing, rows: Tensor) -> None:
     """Write some rows."""
     at = packing.slice
     if at is None:
-        shard.index_copy_(0, _numbers(packing, shard.device), rows)
+        shard.index_copy_(0, row_numbers(packing, shard.device), rows)
     else:
         shard[at].copy_(rows)
-
-
-def _numbers(packing: Packing, device: torch.device) -> Tensor:
-    """Of the rows, in the order of the buffer; made once for a plan."""
-
-    def make() -> Tensor:
-        runs = [(rows.start, rows.step, len(rows)) for rows in packing.rows]
-        starts, steps, counts = torch.tensor(runs, dtype=torch.int64, device="cpu").T
-        firsts = starts - steps * (counts.cumsum(0) - counts)
-        places = torch.arange(packing.total, device="cpu")
-        numbers = firsts.repeat_interleave(counts) + steps.repeat_interleave(counts) * places
-        return to_device(numbers, device)
-
-    return _tables.get(packing, device, None, make)

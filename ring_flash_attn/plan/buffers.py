@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
-from .pieces import Piece, arrange
 from .problem import Problem
+from .rows import Arrangement, Packing, Rows
 from .steps import Heads, Payload, Plan, Side, Transfer, Work
 from .tiles import Tile
+
+FEW_PARTS = 8  # of rows that lie apart: so many additions cost less than row numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,23 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A transfer, and where this rank has its shard: the buffer that it fills or empties."""
+    """A transfer, and where this rank has its shard: the buffer that it fills or empties.
+
+    Where rows of a message do not lie together, one gather packs those of all such messages that
+    leave a buffer in a step, and one scatter unpacks them.
+    """
 
     transfer: Transfer
     slot: Slot
-    of_shard: tuple[slice, ...]  # rows of the shard, one slice for each message
-    of_slot: tuple[slice, ...]  # the same rows, as they lie in the buffer (not used at home)
+    of_shard: Rows  # rows of the shard, in the order of the message
+    of_slot: Rows  # the same rows, as they lie in the buffer (not used at home)
+    packing: Packing | None = None  # rows here of all messages that are packed together
+    place: range = range(0)  # those of this message, in what is packed
+    home: Packing | None = None  # rows of our own shard, where it is copied in place
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.of_shard))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +58,12 @@ class BufferPlan:
     """A plan of a problem, and where its shards lie on the way; made once, run many times.
 
     Attributes:
-        sizes: number of rows of each side and owner.
-        places: for launches on keys that are cut, by owners, where each piece begins in the buffer.
+        sizes: number of rows of our own shards, and of others that travel whole.
+        arrangements: for launches on keys that are cut, by owners, where their rows lie.
         moves: those of each step.
         last_use: after which step each buffer is free again.
-        own: of our own shards, the rows that we send, from first to last, and the last step in
-            which we do.
+        own: of our own shards, the rows that we send as they lie, from first to last, and the last
+            step in which we do.
         begins: for each side, whether the first launches on this rank's own results name every row
             of every head, before anything else is added.
         single_launch: the launch, if there is one for all and nothing to send.
@@ -58,10 +71,12 @@ class BufferPlan:
 
     def __init__(self, plan: Plan, problem: Problem) -> None:
         self.plan = plan
-        ranks = range(problem.world_size)
-        self.sizes = {(side, rank): problem.size(side, rank) for side in Side for rank in ranks}
-        self._covers: dict[tuple[int, Side], bool] = {}
         launches = [work for step in plan.steps for work in step.work]
+        whole = {(t.side, t.owner) for step in plan.steps for t in step.transfers if not t.cut}
+        whole |= {(s, w.owners(s)[0]) for w in launches for s in Side if len(w.owners(s)) == 1}
+        whole |= {(side, plan.rank) for side in Side}
+        self.sizes = {each: problem.size(*each) for each in whole}
+        self._covers: dict[tuple[int, Side], bool] = {}
         self._slots = {  # of shards that a launch takes from a buffer
             (payload, side, owner, work.heads): Slot(payload, side, work.owners(side), work.heads)
             for work in launches
@@ -69,8 +84,8 @@ class BufferPlan:
             for owner in work.owners(side)
             for payload in Payload
         }
-        self.places = {
-            owners: arrange(problem.pieces(owner, plan.rank) for owner in owners)
+        self.arrangements = {
+            owners: problem.arrangement(owners, plan.rank)
             for owners in {work.keys for work in launches if work.cut}
         }
         self.moves = self._find_moves(problem)
@@ -88,31 +103,37 @@ class BufferPlan:
             side, owner = transfer.side, transfer.owner
             alone = Slot(transfer.payload, side, (owner,), transfer.heads)  # no launch takes it
             slot = self._slots.get((transfer.payload, side, owner, transfer.heads), alone)
-            places = self._places(slot)
+            arrangement = self._arrangement(slot)
             if not transfer.cut:
-                assert places is None, f"{transfer} goes whole, but {slot} holds pieces"
-                return Move(transfer, slot, *[(slice(0, self.sizes[side, owner]),)] * 2)
-            pieces = problem.pieces(owner, transfer.user)
-            lengths = [piece.length for piece in pieces]
-            of_shard = _slices([piece.start for piece in pieces], lengths)
-            if places is None or transfer.user != self.plan.rank:  # at home, or for no launch
-                used = owner != self.plan.rank and slot in self._slots.values()
+                assert arrangement is None, f"{transfer} goes whole, but {slot} is cut"
+                rows = (range(self.sizes[side, owner]),)
+                return Move(transfer, slot, rows, rows)
+            of_shard = problem.sent(owner, transfer.user)
+            if arrangement is None and owner != self.plan.rank:
+                used = slot in self._slots.values()
                 assert not used, f"{transfer} is cut, but {slot} is whole"
+                arrangement = problem.arrangement((owner,), self.plan.rank)
+                self.arrangements[slot.owners] = arrangement  # no launch takes it, but it comes
+            if arrangement is None or transfer.user != self.plan.rank:  # at home
                 return Move(transfer, slot, of_shard, of_shard)
-            of_slot = _slices([places[piece] for piece in pieces], lengths)
-            return Move(transfer, slot, of_shard, of_slot)
+            return Move(transfer, slot, of_shard, arrangement.places[owner])
 
-        return [[move(transfer) for transfer in step.transfers] for step in self.plan.steps]
+        return [
+            _packed([move(transfer) for transfer in step.transfers], self.plan.rank)
+            for step in self.plan.steps
+        ]
 
     def rows(self, slot: Slot) -> int:
-        places = self._places(slot)
-        if places is None:
-            return self.sizes[slot.side, slot.owners[0]]
-        return sum(piece.length for piece in places)
+        arrangement = self._arrangement(slot)
+        return self.sizes[slot.side, slot.owners[0]] if arrangement is None else arrangement.size
 
-    def _places(self, slot: Slot) -> dict[Piece, int] | None:
-        """Where pieces lie in a buffer; None if it holds a shard as it is."""
-        return self.places.get(slot.owners) if slot.side is Side.KEY else None
+    def is_cut(self, slot: Slot) -> bool:
+        """Whether a buffer holds the rows that are needed of some shards, not one as it is."""
+        return self._arrangement(slot) is not None
+
+    def _arrangement(self, slot: Slot) -> Arrangement | None:
+        """Where rows lie in a buffer; None if it holds a shard as it is."""
+        return self.arrangements.get(slot.owners) if slot.side is Side.KEY else None
 
     def covers(self, work: Work, side: Side) -> bool:
         """Whether a launch of the plan names every row of one side's buffer."""
@@ -148,8 +169,9 @@ class BufferPlan:
         for number, moves in enumerate(self.moves):
             for move in moves:
                 t, rows = move.transfer, move.of_shard
-                if t.payload is Payload.INPUT and rank == t.owner == t.source != t.target and rows:
-                    start, end = min(r.start for r in rows), max(r.stop for r in rows)
+                ours = t.payload is Payload.INPUT and rank == t.owner == t.source != t.target
+                if ours and rows and move.packing is None:
+                    start, end = rows[0].start, rows[-1].stop
                     before, _ = found.get((t.side, t.heads), (slice(start, end), 0))
                     hull = slice(min(before.start, start), max(before.stop, end))
                     found[t.side, t.heads] = hull, number
@@ -170,5 +192,41 @@ class BufferPlan:
         return slots
 
 
-def _slices(starts: Iterable[int], lengths: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + n) for start, n in zip(starts, lengths, strict=False))
+def _packed(moves: list[Move], rank: int) -> list[Move]:
+    """The moves of a step; those whose rows lie apart share a packing, one for each buffer."""
+    found = list(moves)
+    loose: dict[tuple[Slot | None, Payload, int], list[int]] = {}
+    for number, move in enumerate(moves):
+        transfer = move.transfer
+        if transfer.source == transfer.target:
+            if len(move.of_shard) > 1 or len(move.of_slot) > 1:
+                packing, home = Packing(move.of_slot), Packing(move.of_shard)
+                found[number] = replace(move, packing=packing, home=home)
+            continue
+        rows, at_home = _local(move, rank)
+        receives = transfer.target == rank
+        adds = receives and transfer.payload is Payload.RESULT  # one by one, part by part if few
+        if len(rows) > (FEW_PARTS if adds else 1):
+            key = (
+                None if at_home else move.slot,
+                transfer.payload,
+                number if adds else -receives - 1,
+            )
+            loose.setdefault(key, []).append(number)
+    for numbers in loose.values():
+        together = [moves[number] for number in numbers]
+        peers = [t.source if t.target == rank else t.target for t in (m.transfer for m in together)]
+        counts = [move.rows for move in together]
+        rows = tuple(row for move in together for row in _local(move, rank)[0])
+        packing = Packing(rows, tuple(zip(peers, counts, strict=True)))
+        for number, (start, end) in zip(numbers, pairwise([0, *accumulate(counts)]), strict=True):
+            found[number] = replace(moves[number], packing=packing, place=range(start, end))
+    return found
+
+
+def _local(move: Move, rank: int) -> tuple[Rows, bool]:
+    """The rows that a message leaves or fills on this rank, and whether they are our own."""
+    transfer = move.transfer
+    sends = transfer.source == rank
+    at_home = transfer.owner == rank and sends is (transfer.payload is Payload.INPUT)
+    return (move.of_shard, True) if at_home else (move.of_slot, False)

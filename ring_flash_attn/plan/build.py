@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 from .layout import Span
-from .pieces import lay
 from .problem import Problem
 from .steps import Heads, Payload, Plan, Side, Step, Work
 from .tiles import Tile, make_tiles
@@ -50,14 +49,14 @@ def make_work(
 ) -> tuple[Work, ...]:
     """The launch of a rank's queries against the keys of several; nothing if the mask is empty.
 
-    With `cut`, of another rank's keys only the needed pieces are there. Those of several ranks are
+    With `cut`, of another rank's keys only the needed rows are there. Those of several ranks are
     always cut, our own alone never.
     """
     owners = tuple(key_ranks)
     cut = (cut or len(owners) > 1) and owners != (query_rank,)
     keys: Sequence[Span] = ()
     if cut:
-        keys = lay([(problem.spans(Side.KEY, o), problem.pieces(o, query_rank)) for o in owners])
+        keys = problem.arrangement(owners, query_rank).spans
     elif owners:
         keys = problem.spans(Side.KEY, owners[0])
     tiles = make_tiles(problem.spans(Side.QUERY, query_rank), keys, problem.mask)
@@ -89,7 +88,9 @@ def _marked(rank: int, steps: tuple[Step, ...], size: int, nheads_k: int) -> Pla
             key = (work.queries, work.heads, tile.query.start)
             first, last, _ = uses[key]
             is_first, is_last = first == number, not merged and last == number
-            tiles.append(Tile(tile.query, tile.key, tile.low, tile.high, is_first, is_last))
+            if is_first or is_last:
+                tile = Tile(tile.query, tile.key, tile.low, tile.high, is_first, is_last)
+            tiles.append(tile)
         return replace(work, tiles=tuple(tiles))
 
     marked = tuple(Step(step.transfers, tuple(map(mark, step.work))) for step in steps)

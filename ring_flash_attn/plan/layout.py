@@ -7,6 +7,7 @@ Everything else (spans, shards, positions) follows from it.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -53,6 +54,24 @@ class Span:
             return self
         tokens = self.stride * skipped
         return self._with(self.start + skipped, length, self.position + tokens, self.index + tokens)
+
+    def continues(self, length: int, other: Span) -> bool:
+        """Whether the other goes on after `length` rows of this one, with the next token."""
+        return (
+            self.document == other.document
+            and self.start + length == other.start
+            and self.index + self.stride * length == other.index
+            and self.position + self.stride * length == other.position
+            and self.stride == other.stride
+        )
+
+    def resized(self, length: int) -> Span:
+        """From the same token on."""
+        return (
+            self
+            if length == self.length
+            else self._with(self.start, length, self.position, self.index)
+        )
 
     def _with(self, start: int, length: int, position: int, index: int) -> Span:
         # not `replace`, which is slow: packs are long
@@ -101,9 +120,12 @@ class SplitLayout:
             return
         starts = [0, *accumulate(lengths)]
         for tokens in self.split(starts[-1], rank, world_size):
+            begin = max(0, bisect_right(starts, tokens.start) - 1)
+            end = bisect_left(starts, tokens.stop, lo=begin)
             # of each document, the first of the rank's tokens at or after its start
-            cuts = [max(0, -((tokens.start - start) // tokens.step)) for start in starts]
-            for document, (first, last) in enumerate(pairwise(cuts)):
+            near = starts[begin : end + 1]
+            cuts = [max(0, -((tokens.start - start) // tokens.step)) for start in near]
+            for document, (first, last) in enumerate(pairwise(cuts), begin):
                 part, start = tokens[first:last], starts[document]
                 yield document, range(part.start - start, part.stop - start, part.step)
 

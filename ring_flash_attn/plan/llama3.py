@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from .layout import Span
-from .pieces import Piece
 from .problem import Problem
+from .rows import Arrangement, Rows, arrange
 from .steps import Side
 
 
@@ -86,7 +86,15 @@ class Llama3Problem(Problem):
             row += q
         return tuple(found)
 
-    def pieces(self, owner: int, user: int) -> tuple[Piece, ...]:
-        """Shards stay whole: they follow each other in the stream, whatever the documents are."""
-        size = self.size_k
-        return (Piece(0, owner * size, owner, 0, size),) if size else ()
+    def seen(self, owner: int, user: int) -> tuple[Span, ...]:
+        """Of a rank's keys, all that is known of them: what we need."""
+        return self.spans(Side.KEY, owner)
+
+    def sent(self, owner: int, user: int) -> Rows:
+        """Shards stay whole, as nobody can tell what is needed."""
+        return (range(self.size_k),) if self.size_k else ()
+
+    def arrangement(self, owners: tuple[int, ...], user: int) -> Arrangement:
+        """They follow each other in the stream, whatever the documents are."""
+        shards = [(owner, self.sent(owner, user), self.seen(owner, user)) for owner in owners]
+        return arrange(shards, {})

@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
 
 from .layout import Span
 from .problem import Problem
+from .rows import Packing, Rows, join
 from .steps import Side
-
-Rows = tuple[range, ...]  # of a shard
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Packing:
-    """Rows of a shard as they lie in one buffer; rows of one peer lie together.
-
-    Compared by identity, so that tables on a GPU can be cached for it.
-    """
-
-    rows: Rows  # all of them, in the order of the buffer
-    counts: tuple[tuple[int, int], ...] = ()  # (peer, rows), in the order of the buffer
-    total: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total", sum(map(len, self.rows)))
-
-    @property
-    def slice(self) -> slice | None:
-        """The rows, if they follow each other in the shard."""
-        if len(self.rows) > 1 or (self.rows and self.rows[0].step != 1):
-            return None
-        return slice(self.rows[0].start, self.rows[0].stop) if self.rows else slice(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +93,7 @@ def _by_peer(ours: Sequence[Span], theirs: Sequence[Sequence[Span]]) -> dict[int
                 rows = range(row, row + step * len(common), step)
                 found.setdefault(peer, []).append((common.start, rows))
     return {
-        peer: _joined(rows for _, rows in sorted(parts, key=itemgetter(0)))
+        peer: join(rows for _, rows in sorted(parts, key=itemgetter(0)))
         for peer, parts in found.items()
     }
 
@@ -137,24 +114,8 @@ def _common(a: range, b: range) -> range:
     return range(first - (first - low) // step * step, high, step)
 
 
-def _joined(parts: Iterable[range]) -> Rows:
-    """The same rows in the same order, as fewer ranges where one goes on with another."""
-    found: list[range] = []
-    for rows in parts:
-        if len(rows) == 1:
-            rows = range(rows.start, rows.start + 1)
-        if found:
-            last = found[-1]
-            step = rows.step if len(last) == 1 else last.step
-            if rows.start == last[-1] + step and (len(rows) == 1 or rows.step == step):
-                found[-1] = range(last.start, rows[-1] + 1, step)
-                continue
-        found.append(rows)
-    return tuple(found)
-
-
 def _pack(by_peer: dict[int, Rows]) -> Packing:
     """One buffer for all peers, in an order in which their rows often follow each other."""
     peers = sorted(by_peer, key=lambda peer: by_peer[peer][0].start)
     counts = tuple((peer, sum(map(len, by_peer[peer]))) for peer in peers)
-    return Packing(_joined(rows for peer in peers for rows in by_peer[peer]), counts)
+    return Packing(join(rows for peer in peers for rows in by_peer[peer]), counts)

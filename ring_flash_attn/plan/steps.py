@@ -31,7 +31,7 @@ class Transfer:
     An INPUT is there for the work of later steps. A RESULT is what the ranks before have summed up;
     the target adds its own part of the same step to it. `source == target` is a copy in place.
     The order of transfers is the order of messages between a pair of ranks. With `cut`, of the keys
-    only the pieces of `Problem.pieces` go, as the launch wants that they are for (`Work.cut`).
+    only the rows of `Problem.sent` go, as the launch wants that they are for (`Work.cut`).
     """
 
     payload: Payload
@@ -58,8 +58,8 @@ class Transfer:
 class Work:
     """One kernel launch: query shards against key shards, each side in one buffer.
 
-    The rows of tiles are those of the buffers. With `cut`, the buffer of keys holds the pieces of
-    `Problem.pieces`, and not a whole shard.
+    The rows of tiles are those of the buffers. With `cut`, the buffer of keys holds the rows that
+    are needed (`Problem.arrangement`), and not a whole shard.
     """
 
     queries: tuple[int, ...]  # owners

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from .layout import Span
 
+_FAR = 1 << 62  # further than any position
+
 
 @dataclass(frozen=True, slots=True)
 class Mask:
@@ -52,15 +54,6 @@ class Tile:
     last: bool = False  # no later launch does: their output is final after this one
 
     @property
-    def seen(self) -> tuple[int, int]:
-        """The first key row that some query sees, and one past the last."""
-        start = self.key.start
-        return (
-            start + max(self.low, 0),
-            start + min(self.high + self.query.length, self.key.length),
-        )
-
-    @property
     def pairs(self) -> int:
         """Number of (query, key) pairs that the mask allows."""
         return band_pairs(self.query.length, self.key.length, self.low, self.high)
@@ -70,15 +63,74 @@ def make_tile(query: Span, key: Span, mask: Mask) -> Tile | None:
     """The tile of two spans, or None where the mask leaves nothing."""
     if query.document != key.document:
         return None
+    low, high = band(query, key, mask)
+    return Tile(query, key, low, high) if low <= high else None
+
+
+def band(query: Span, key: Span, mask: Mask) -> tuple[int, int]:
+    """`low` and `high` of two spans of one document; low > high where the mask leaves nothing."""
     assert query.stride == key.stride, "queries and keys share one layout"
     stride = query.stride
     distance = key.position - query.position  # between the two first tokens
     low, high = 1 - query.length, key.length - 1
     if mask.left is not None:
-        low = max(low, -((mask.left + distance) // stride))  # ceil((−left − distance) / stride)
+        edge = -((mask.left + distance) // stride)  # ceil((−left − distance) / stride)
+        low = edge if edge > low else low
     if mask.right is not None:
-        high = min(high, (mask.right - distance) // stride)
-    return Tile(query, key, low, high) if low <= high else None
+        edge = (mask.right - distance) // stride
+        high = edge if edge < high else high
+    return low, high
+
+
+Reach = list[tuple[int, int]]  # positions from the first to one past the last, in order
+
+
+def reach(queries: Iterable[Span], mask: Mask) -> Reach:
+    """Positions of keys that some of a document's queries see, of stride 1."""
+    found: Reach = []
+    for query in queries:
+        assert query.stride == 1
+        low = -_FAR if mask.left is None else query.position - mask.left
+        high = _FAR if mask.right is None else query.position + query.length + mask.right
+        found.append((low, high))
+    return _union(found)
+
+
+def seen_rows(queries: Iterable[Span], reach: Reach | None, key: Span, mask: Mask) -> Reach:
+    """Rows of a key span that some query of its document sees, as ranges that do not touch.
+
+    `reach` is that of the queries; None where strides are above 1.
+    """
+    start, length, position = key.start, key.length, key.position
+    if reach is not None:
+        if len(reach) == 1:  # mostly
+            ((low, high),) = reach
+            low, high = low - position, high - position
+            low, high = low if low > 0 else 0, high if high < length else length
+            return [(start + low, start + high)] if low < high else []
+        cut = [(max(low - position, 0), min(high - position, length)) for low, high in reach]
+        return [(start + low, start + high) for low, high in cut if low < high]
+    found = []
+    for query in queries:
+        low, high = band(query, key, mask)
+        if low <= high:  # then every row from the first to the last is seen
+            high += query.length
+            found.append((start + low if low > 0 else start, start + min(high, length)))
+    return found if len(found) < 2 else _union(found)
+
+
+def _union(ranges: Reach) -> Reach:
+    """The same numbers, as ranges in order that do not touch."""
+    if len(ranges) < 2:
+        return ranges
+    ranges.sort()
+    found = ranges[:1]
+    for start, end in ranges[1:]:
+        if start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
 
 
 def make_tiles(queries: Iterable[Span], keys: Sequence[Span], mask: Mask) -> tuple[Tile, ...]:

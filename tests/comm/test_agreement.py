@@ -132,7 +132,7 @@ def test_ranks_that_disagree_all_get_an_error(ranks: Any) -> None:
         "layout": ['layout = "zigzag" on ranks 0, 2', 'layout = "stripe" on rank 1'],
         "route": ['route = "all_gather" on ranks 0, 2', 'route = "ring" on rank 1'],
         "sources": [
-            "sources_per_launch = 4 on ranks 0, 2",
+            'sources_per_launch = "by size" on ranks 0, 2',
             "sources_per_launch = 3 on rank 1",
         ],
         "balanced": ['layout = "balanced" on ranks 0, 2', "ranks_per_node=2"],

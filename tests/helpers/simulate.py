@@ -13,7 +13,6 @@ from itertools import accumulate
 from ring_flash_attn.plan.build import make_plan
 from ring_flash_attn.plan.layout import Span, get_layout
 from ring_flash_attn.plan.layout import spans as spans_of
-from ring_flash_attn.plan.pieces import MOST_PIECES
 from ring_flash_attn.plan.problem import Problem
 from ring_flash_attn.plan.steps import Heads, Payload, Plan, Side, Transfer, Work
 from ring_flash_attn.plan.tiles import Mask, Tile
@@ -46,7 +45,7 @@ def causal(
     world_size: int,
     window: int | None = None,
     nheads_k: int = 1,
-    sources: int = 1,
+    sources: int | None = 1,
 ) -> Problem:
     """One document under a causal mask."""
     mask, lengths = Mask(left=window, right=0), (seqlen,)
@@ -192,13 +191,20 @@ Place = tuple[int, int, int]  # document, position, token
 def buffer_rows(
     problem: Problem, side: Side, owners: tuple[int, ...], user: int | None
 ) -> list[Row]:
-    """What lies in each row of a buffer: a shard as it is, or the parts that `user` needs of some,
-    by document and position of their first tokens."""
+    """What lies in each row of a buffer: a shard as it is, or what `user` needs of some.
+
+    The latter owner after owner, by their first tokens, or by document and position, whichever the
+    library has chosen.
+    """
     if user is None:
         (owner,) = owners
         return tokens_of(owner, problem.spans(side, owner))
-    parts = [(part[0], owner, part) for o in owners for owner, part in needed(problem, o, user)]
-    return [(owner, token) for _, owner, part in sorted(parts) for _, _, token in part]
+    shards = [(needed(problem, owner, user), owner) for owner in owners]
+    if problem.arrangement(owners, user).by_document:
+        parts = sorted((part[0], owner, part) for found, owner in shards for part in found)
+        return [(owner, token) for _, owner, part in parts for _, _, token in part]
+    in_order = sorted((found[0][0], owner, found) for found, owner in shards)
+    return [(owner, token) for _, owner, found in in_order for part in found for *_, token in part]
 
 
 def tokens_of(owner: int, spans: Iterable[Span]) -> list[Row]:
@@ -215,66 +221,27 @@ def places_of(spans: Iterable[Span]) -> list[Place]:
     ]
 
 
-def needed(problem: Problem, owner: int, user: int) -> list[tuple[int, list[Place]]]:
-    """The parts of a shard of keys, each from the first key that `user` sees to the last."""
+def needed(problem: Problem, owner: int, user: int) -> list[list[Place]]:
+    """What `user` sees of a shard of keys, token by token; what follows in a span lies together."""
     queries: dict[int, list[int]] = {}
     for document, position, _ in places_of(problem.spans(Side.QUERY, user)):
         queries.setdefault(document, []).append(position)
-    found = []
-    for part in all_parts(problem)[owner]:
-        rows = places_of(part)
-        seen = [
-            n
-            for n, (document, position, _) in enumerate(rows)
-            if any(problem.mask.allows(position - each) for each in queries.get(document, ()))
-        ]
-        if seen:
-            found.append((owner, rows[seen[0] : seen[-1] + 1]))
+    found: list[list[Place]] = []
+    for span in problem.spans(Side.KEY, owner):
+        before = False
+        for place in places_of([span]):
+            seen = any(problem.mask.allows(place[1] - each) for each in queries.get(place[0], ()))
+            if seen and not before:
+                found.append([])
+            if seen:
+                found[-1].append(place)
+            before = seen
     return found
 
 
 def needed_rows(problem: Problem, owner: int, user: int) -> list[Row]:
     """The same, row by row."""
-    parts = needed(problem, owner, user)
-    return [(owner, token) for _, part in parts for _, _, token in part]
-
-
-def all_parts(problem: Problem) -> list[list[list[Span]]]:
-    """For each rank what of its keys lies together when those of all ranks are sorted.
-
-    A rank that had more than `MOST_PIECES` parts it only where it parts a document, and of these
-    the longest.
-    """
-    shards = [problem.spans(Side.KEY, rank) for rank in range(problem.world_size)]
-    named = [[(s.document, s.position, rank) for s in spans] for rank, spans in enumerate(shards)]
-    place = {name: n for n, name in enumerate(sorted(name for names in named for name in names))}
-    found: list[list[list[Span]]] = []
-    for spans, names in zip(shards, named):
-        found.append([])
-        for n, span in enumerate(spans):
-            if n == 0 or place[names[n]] != place[names[n - 1]] + 1:
-                found[-1].append([])
-            found[-1][-1].append(span)
-        if len(found[-1]) > MOST_PIECES:
-            found[-1] = fewer(found[-1])
-    return found
-
-
-def fewer(parts: list[list[Span]]) -> list[list[Span]]:
-    """The same with the least important borders gone, until there are few enough."""
-
-    def rank(n: int) -> tuple[bool, int, int]:
-        before, after = parts[n - 1][-1], parts[n][0]
-        return before.document == after.document, before.length + after.length, -n
-
-    kept = sorted(range(1, len(parts)), key=rank, reverse=True)[: MOST_PIECES - 1]
-    kept = [n for n in kept if rank(n)[0]]
-    found: list[list[Span]] = [[]]
-    for n, part in enumerate(parts):
-        if n in kept:
-            found.append([])
-        found[-1].extend(part)
-    return found
+    return [(owner, token) for part in needed(problem, owner, user) for _, _, token in part]
 
 
 def parcel_of(transfer: Transfer) -> Parcel:

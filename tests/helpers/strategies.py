@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 from hypothesis import strategies as st
 
+from ring_flash_attn.plan import rows
 from ring_flash_attn.plan.layout import Span, get_layout
 from ring_flash_attn.plan.problem import Problem
 from ring_flash_attn.plan.tiles import Mask
@@ -40,7 +45,7 @@ def spans(draw: st.DrawFn, stride: int, document: int = 0) -> Span:
 def problems(draw: st.DrawFn, layout: str) -> Problem:
     """Any documents on up to 16 ranks; every third time with more or fewer keys than queries.
 
-    A launch of the ring takes one source, some, or all.
+    A launch of the ring takes one source, some, all, or as many as the sizes say.
     """
     lengths_q = draw(document_lengths)
     lengths_k = lengths_q
@@ -56,5 +61,13 @@ def problems(draw: st.DrawFn, layout: str) -> Problem:
         draw(masks),
         nheads_k,
         heads_k_stride,
-        draw(st.sampled_from((1, 2, 3, 5, MOST_RANKS))),
+        draw(st.sampled_from((1, 2, 3, 5, MOST_RANKS, None))),
     )
+
+
+@contextmanager
+def order_of_buffers(by_document: bool) -> Iterator[None]:
+    """Within it, rows of several shards lie by document wherever that joins spans, or nowhere."""
+    cost = 0 if by_document else 1 << 60
+    with mock.patch.multiple(rows, COPY=0, LAUNCH=cost):
+        yield

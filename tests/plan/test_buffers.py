@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulate import buffer_rows, causal, needed_rows, plans_of, tokens_of
-from strategies import problems
+from strategies import order_of_buffers, problems
 
 from ring_flash_attn.plan import build as planning
-from ring_flash_attn.plan.buffers import BufferPlan
+from ring_flash_attn.plan.buffers import FEW_PARTS, BufferPlan, Move
 from ring_flash_attn.plan.build import make_plan, make_work, route_names
 from ring_flash_attn.plan.layout import get_layout, layout_names
 from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.rows import Rows
 from ring_flash_attn.plan.steps import Payload, Side, Step, Transfer
 from ring_flash_attn.plan.tiles import Mask
 
@@ -31,26 +32,47 @@ def test_messages_lead_to_the_rows_that_launches_read(
 ) -> None:
     """Both ends of a transfer cut the shard alike, and have each part where its tokens belong."""
     problem = data.draw(problems(layout))
-    buffer_plans = [BufferPlan(plan, problem) for plan in plans_of(route, problem, backward)]
-    parts: dict[tuple[int, Transfer], list[tuple[slice, ...]]] = {}
+    with order_of_buffers(data.draw(st.booleans())):
+        buffer_plans = [BufferPlan(plan, problem) for plan in plans_of(route, problem, backward)]
+    parts: dict[tuple[int, Transfer], list[Rows]] = {}
     for buffer_plan in buffer_plans:
         for number, moves in enumerate(buffer_plan.moves):
             for move in moves:
                 t = move.transfer
                 parts.setdefault((number, t), []).append(move.of_shard)
                 shard = tokens_of(t.owner, problem.spans(t.side, t.owner))
-                sent, needed = [shard[rows] for rows in move.of_shard], shard
+                sent, needed = [shard[n] for rows in move.of_shard for n in rows], shard
                 if t.cut:
                     needed = needed_rows(problem, t.owner, t.user)
-                assert [row for rows in sent for row in rows] == needed
+                assert sent == needed
+                check_packing(move, buffer_plan.plan.rank)
                 if not t.cut or t.user == buffer_plan.plan.rank:
                     user = t.user if t.cut else None
                     there = buffer_rows(problem, t.side, move.slot.owners, user)
                     assert buffer_plan.rows(move.slot) == len(there)
-                    assert [there[rows] for rows in move.of_slot] == sent
+                    assert [there[n] for rows in move.of_slot for n in rows] == sent
     for (_, t), ends in parts.items():
         assert len(ends) == (1 if t.source == t.target else 2)
         assert ends[0] == ends[-1]
+
+
+def check_packing(move: Move, rank: int) -> None:
+    """Rows of a message that lie apart on this rank have their place in what is packed."""
+    t, packing = move.transfer, move.packing
+    if t.source == t.target:
+        assert (packing is None) is (move.home is None)
+        assert packing is not None or max(len(move.of_shard), len(move.of_slot)) <= 1
+        assert packing is None or (packing.rows, move.home.rows) == (move.of_slot, move.of_shard)
+        return
+    at_home = t.owner == rank and (t.source == rank) is (t.payload is Payload.INPUT)
+    here = move.of_shard if at_home else move.of_slot
+    adds = t.target == rank and t.payload is Payload.RESULT
+    assert (packing is None) is (len(here) <= (FEW_PARTS if adds else 1))
+    if packing is not None:
+        everything = [n for rows in packing.rows for n in rows]
+        assert len(everything) == packing.total == sum(count for _, count in packing.counts)
+        assert [everything[n] for n in move.place] == [n for rows in here for n in rows]
+        assert (t.target if t.source == rank else t.source, len(move.place)) in packing.counts
 
 
 def test_the_upper_half_of_a_zigzag_shard_goes_to_lower_ranks_alone() -> None:
@@ -58,9 +80,7 @@ def test_the_upper_half_of_a_zigzag_shard_goes_to_lower_ranks_alone() -> None:
     problem = causal("zigzag", 16 * 10, 8, sources=7)
     buffer_plan = BufferPlan(make_plan("ring", problem, 3), problem)
     rows = {
-        move.transfer.owner: sum(each.stop - each.start for each in move.of_shard)
-        for move in buffer_plan.moves[0]
-        if move.transfer.target == 3
+        move.transfer.owner: move.rows for move in buffer_plan.moves[0] if move.transfer.target == 3
     }
     assert rows == {0: 10, 1: 10, 2: 10, 4: 20, 5: 20, 6: 20, 7: 20}
     (slot,) = {move.slot for move in buffer_plan.moves[0] if move.transfer.target == 3}
@@ -75,7 +95,7 @@ def sent_rows(layout: str, lengths: tuple[int, ...], mask: Mask, route: str) -> 
         for moves in BufferPlan(plan, problem).moves:
             for move in moves:
                 if move.transfer.target == plan.rank != move.transfer.source:
-                    rows = sum(each.stop - each.start for each in move.of_shard)
+                    rows = move.rows
                     found[plan.rank][move.transfer.owner] += rows
     return found
 

@@ -18,7 +18,7 @@ from simulate import (
     plans_of,
     useless_inputs,
 )
-from strategies import problems, world_sizes
+from strategies import order_of_buffers, problems, world_sizes
 
 from ring_flash_attn.plan import build as planning
 from ring_flash_attn.plan.buffers import BufferPlan
@@ -42,8 +42,9 @@ def test_every_allowed_pair_once_and_home(
 ) -> None:
     """Random documents, 1 to 16 ranks, any mask; the simulation asserts the order of events."""
     problem = data.draw(problems(layout))
-    simulation = Simulation(route, problem, backward)
-    simulation.run()
+    with order_of_buffers(data.draw(st.booleans())):
+        simulation = Simulation(route, problem, backward)
+        simulation.run()
     expected = allowed(problem)
     assert simulation.computed == Counter(expected)
     for rank in range(problem.world_size):
@@ -153,7 +154,9 @@ def test_one_source_a_launch_cuts_nothing(layout: str, route: str, backward: boo
 def test_all_sources_in_one_launch(sources: int) -> None:
     """Causal zigzag: two launches a rank, and in the second, one range of keys for each span."""
     problem = causal("zigzag", 16 * 24, 8, sources=sources)
-    for plan in plans_of("ring", problem, backward=False):
+    with order_of_buffers(by_document=True):
+        plans = plans_of("ring", problem, backward=False)
+    for plan in plans:
         own, others = launches_of(plan)
         assert (own.keys, len(others.keys)) == ((plan.rank,), 7)
         for span in problem.spans(Side.QUERY, plan.rank):

@@ -7,12 +7,13 @@
 
 A shard goes only as far as somebody still needs it.
 
-With `sources_per_launch` above 1, one launch takes the keys of several hops, which come straight
-from their owners.
+Unless `sources_per_launch` is 1, one launch takes the keys of several ranks, which come straight
+from there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from ..build import make_work, register_route
@@ -23,8 +24,9 @@ from ..steps import Payload, Side, Step, Transfer, Work
 @register_route("ring")
 def ring(problem: Problem, rank: int, backward: bool) -> list[Step]:
     """Keys and values travel upwards through the ranks."""
-    if problem.sources_per_launch > 1:
-        return _leap(problem, rank, backward)
+    groups = _groups(problem, backward)
+    if groups is not None:
+        return _leap(problem, rank, groups, backward)
     return circulate(problem, rank, Side.KEY, direction=1, returns=backward)
 
 
@@ -89,52 +91,134 @@ def _stays(problem: Problem, owner: int, side: Side, direction: int) -> tuple[in
     return (away[0], away[-1]) if away else (0, 0)
 
 
-def _leap(problem: Problem, rank: int, backward: bool) -> list[Step]:
-    """Steps of `rank` when the keys of up to `sources_per_launch` ranks meet one launch.
+def _leap(problem: Problem, rank: int, groups: Sequence[Groups], backward: bool) -> list[Step]:
+    """Steps of `rank` when the keys of several ranks meet one launch; `groups` are all ranks'.
 
-    While a step works on one group of hops, the next arrives, straight from its owners. Gradients
-    go straight home in the step after their launch.
+    While a step works on one group, the next arrives, straight from its owners. Gradients go
+    straight home in the step after their launch.
     """
-    last = [_stays(problem, owner, Side.KEY, 1)[1] for owner in range(problem.world_size)]
-    groups = [range(1), *_groups(max(last), problem.sources_per_launch, backward)]  # 0: our own
+    heads = problem.all_heads
+    count = max(map(len, groups))
+    users = [
+        [user for user, theirs in enumerate(groups) if rank in theirs[number]]
+        for number in range(count)
+    ]
 
-    def visitor(hop: int) -> int:
-        return (rank - hop) % problem.world_size
+    def transfers(payload: Payload, number: int) -> list[Transfer]:
+        ours = [Transfer.of_keys(payload, owner, rank, heads) for owner in groups[rank][number]]
+        return ours + [Transfer.of_keys(payload, rank, user, heads) for user in users[number]]
 
-    def transfers(payload: Payload, hops: range) -> list[Transfer]:
-        uses = [(visitor(hop), rank) for hop in hops] + [(rank, visitor(-hop)) for hop in hops]
-        return [
-            Transfer.of_keys(payload, owner, user, problem.all_heads)
-            for owner, user in uses
-            if problem.needed(user, owner)
-        ]
-
-    def work(hops: range) -> tuple[Work, ...]:
-        owners = sorted(visitor(hop) for hop in hops if problem.needed(rank, visitor(hop)))
-        return make_work(problem, rank, owners, problem.all_heads, cut=True)
-
-    steps = []
-    for step in range(len(groups) + (backward and len(groups) > 1)):
-        moves = transfers(Payload.INPUT, groups[step + 1]) if step + 1 < len(groups) else []
-        moves += transfers(Payload.RESULT, groups[step - 1]) if backward and step > 1 else []
-        steps.append(Step(tuple(moves), work(groups[step]) if step < len(groups) else ()))
-    return steps
+    steps = [Step((), make_work(problem, rank, (rank,), heads))]
+    for group in groups[rank]:
+        steps.append(Step((), make_work(problem, rank, sorted(group), heads, cut=True)))
+    if backward and count:
+        steps.append(Step())
+    moves: list[list[Transfer]] = [[] for _ in steps]
+    for number in range(count):
+        moves[number] += transfers(Payload.INPUT, number)
+        if backward:
+            moves[number + 2] += transfers(Payload.RESULT, number)
+    return [Step(tuple(m), step.work) for m, step in zip(moves, steps, strict=True)]
 
 
-def _groups(hops: int, most: int, backward: bool) -> list[range]:
-    """Hops 1 … `hops` in groups of at most `most`, as few and as even as can be.
+# Which launch takes whose keys.
 
-    Smaller ones go first, as only the launch on our own keys hides their way here. Backward, the
-    last one is a single hop, as nothing hides the way home of its gradients.
+Groups = list[list[int]]  # of a rank: the owners of the keys of each launch but that on its own
+
+_FEW_TOKENS = 8192  # a rank: up to so many, launches are small, and take more sources
+_LAUNCHES = 8  # more only to save memory
+_MOST_TOKENS = 96 * 1024  # whose keys and values a launch takes
+_MOST_PEERS = 64  # of a rank: each costs NCCL a connection
+
+
+def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
+    """All ranks' groups, as many on each; None: keys go from neighbour to neighbour.
+
+    The next ranks below come first. Groups are nearly equal, smaller ones first, as only the launch
+    on our own keys hides their way here. Backward, the last one is a single rank, as nothing hides
+    the way home of its gradients.
     """
-    sizes = [*reversed(_even(hops - 1, most)), 1] if backward and hops else _even(hops, most)
-    return [range(a, b) for a, b in pairwise(accumulate(sizes, initial=1))]
+    size, ranks, most = problem.world_size, range(problem.world_size), problem.sources_per_launch
+    if most == 1:
+        return None
+    sources = [
+        [(rank - hop) % size for hop in ranks[1:] if problem.needed(rank, (rank - hop) % size)]
+        for rank in ranks
+    ]
+    if most is None:
+        return _by_size(problem, sources, backward)
+    last = backward and any(sources)
+    longest = max(map(len, sources)) - last
+    return [_split(each, -(-longest // most), last) for each in sources]
 
 
-def _even(total: int, most: int) -> list[int]:
-    """As few parts of at most `most` as possible, nearly equal, in ascending order."""
-    if not total:
-        return []
-    count = -(-total // most)
-    size, larger = divmod(total, count)
-    return [size] * (count - larger) + [size + 1] * larger
+def _by_size(problem: Problem, sources: list[list[int]], backward: bool) -> list[Groups] | None:
+    """As few groups as the keys allow that they bring to the rank that gets most.
+
+    None if ranks would talk to too many others.
+    """
+    peers = [set(each) for each in sources]
+    for user, owners in enumerate(sources):
+        for owner in owners:
+            peers[owner].add(user)
+    if max(map(len, peers)) > _MOST_PEERS:
+        return None
+    rows = problem.received()
+    if backward:  # the one with the fewest keys is the last
+        sources = [sorted(each, key=_last_is(each, rows[u])) for u, each in enumerate(sources)]
+    shard = -(-sum(problem.lengths_k) // problem.world_size)
+    # Half a shard more: those of some ranks are larger than the mean.
+    limit = (4 if shard <= _FEW_TOKENS else 2) * shard + shard // 2
+    last = backward and any(sources)
+    few, longest = _LAUNCHES - 1 - last, max(map(len, sources)) - last
+    fewest = max(-(-sum(each.values()) // limit) for each in rows) if limit else 0
+    for count in range(min(longest, max(1, min(few, fewest - last))), longest):
+        most = limit if count < few else max(limit, _MOST_TOKENS)
+        pairs = zip(sources, rows, strict=True)
+        found = [_within(most, of_rank, each, count, last) for each, of_rank in pairs]
+        if None not in found:
+            return [groups for groups in found if groups is not None]
+    return [_split(each, longest, last) for each in sources]
+
+
+def _within(
+    most: int, rows: dict[int, int], owners: list[int], count: int, last: bool
+) -> Groups | None:
+    """At most so many rows in each of `count` groups; None if they do not fit."""
+    even = _split(owners, count, last)
+    if all(sum(rows.get(owner, 0) for owner in group) <= most for group in even):
+        return even
+    rest = owners[: len(owners) - last]
+    filled: Groups = []
+    total = 0
+    for owner in rest if last else reversed(rest):
+        total += rows.get(owner, 0)
+        if not filled or total > most:
+            filled.append([])
+            total = rows.get(owner, 0)
+        filled[-1].append(owner)
+    if len(filled) > count:
+        return None
+    if not last:  # the first one is the smallest
+        filled.reverse()
+    return filled + [[]] * (count - len(filled)) + [owners[len(rest) :]] * last
+
+
+def _last_is(owners: list[int], rows: dict[int, int]) -> Callable[[int], bool]:
+    last = min(reversed(owners), key=lambda owner: rows.get(owner, 0), default=None)
+    return lambda owner: owner == last
+
+
+def _split(owners: list[int], count: int, last: bool) -> Groups:
+    """Into so many groups, nearly equal, smaller ones first; with `last` one more, of one rank.
+
+    If there are fewer ranks than groups, the first groups have one each.
+    """
+    alone = owners[-1:] if last else []
+    rest = owners[: len(owners) - len(alone)]
+    size, larger = divmod(len(rest), count) if count else (0, 0)
+    sizes = [size] * (count - larger) + [size + 1] * larger
+    if last or not size:
+        sizes.reverse()
+    groups = [rest[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
+    return [*groups, alone] if last else groups

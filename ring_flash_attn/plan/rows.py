@@ -1,0 +1,165 @@
+"""Where rows of several shards lie in one buffer, and which rows a message takes, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .layout import Span
+
+Rows = tuple[range, ...]  # of a shard or a buffer
+
+BLOCK = 128  # rows of a kernel's block: a span costs as much as its blocks
+COPY = 40  # pairs that are computed in the time that moving the keys and values of a token takes
+LAUNCH = 200_000  # and in the time of a small launch
+_FEW = 16  # spans of a shard: with more, shards one after the other save little
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """Rows of a shard or a buffer as they lie in a message; rows of one peer lie together.
+
+    Compared by identity, so that tables on a GPU can be cached for it.
+    """
+
+    rows: Rows  # all of them, in the order of the messages
+    counts: tuple[tuple[int, int], ...] = ()  # (peer, rows), in the order of the messages
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", sum(map(len, self.rows)))
+
+    @property
+    def slice(self) -> slice | None:
+        """The rows, if they follow each other in the shard."""
+        if len(self.rows) > 1 or (self.rows and self.rows[0].step != 1):
+            return None
+        return slice(self.rows[0].start, self.rows[0].stop) if self.rows else slice(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What of some shards is in one buffer, and where.
+
+    Attributes:
+        spans: in the order of rows of the buffer; what goes on with the tokens before it is joined.
+        places: of each owner, its rows in the buffer, in the order of its shard, as in a message.
+        size: rows of the buffer.
+        by_document: rows lie by document and position; otherwise owner after owner, so that a
+            message is one range of rows.
+    """
+
+    spans: tuple[Span, ...]
+    places: dict[int, Rows]
+    size: int
+    by_document: bool
+
+
+Shard = tuple[int, Rows, Sequence[Span]]  # owner, rows that are there, what is known of them
+
+
+def arrange(shards: Sequence[Shard], queries: dict[int, int]) -> Arrangement:
+    """Some rows of several shards in one buffer.
+
+    They lie owner after owner, by their first tokens, unless kernels save more than the copies cost
+    if they lie by document and position: what a query sees of a document is then one range of rows,
+    not many with a half-filled block each. `queries` are the numbers of queries of each document.
+    """
+    size = sum(len(rows) for _, parts, _ in shards for rows in parts)
+    spans = [span for _, _, known in shards for span in known]
+    cost = COPY * size + LAUNCH
+    if len(shards) == 1 or _saved(spans, queries) <= cost:
+        return _by_owner(shards)
+    if len(spans) <= _FEW * len(shards):
+        found = _by_owner(shards)
+        if _saved(found.spans, queries) <= cost:
+            return found
+    return _by_document(shards)
+
+
+def _by_owner(shards: Iterable[Shard]) -> Arrangement:
+    spans: list[Span] = []
+    places: dict[int, Rows] = {}
+    size = 0
+    in_order = sorted(shards, key=lambda each: [(s.document, s.position) for s in each[2][:1]])
+    for owner, rows, known in in_order:
+        first, runs = size, iter(rows)
+        run = range(0)
+        for span in known:
+            while span.start >= run.stop:
+                size += len(run)
+                run = next(runs)
+            spans.append(span.moved(size - run.start))
+        size = first + sum(map(len, rows))
+        places[owner] = (range(first, size),) if size > first else ()
+    return Arrangement(_joined(spans), places, size, by_document=False)
+
+
+def _by_document(shards: Iterable[Shard]) -> Arrangement:
+    pieces = [
+        (span.document, span.position, owner, number, span)
+        for owner, _, known in shards
+        for number, span in enumerate(known)
+    ]
+    pieces.sort()
+    places = {owner: [range(0)] * len(known) for owner, _, known in shards}
+    spans, row = [], 0
+    for _, _, owner, number, span in pieces:
+        spans.append(span.moved(row - span.start))
+        places[owner][number] = range(row, row := row + span.length)
+    in_order = {owner: join(found) for owner, found in places.items()}
+    return Arrangement(_joined(spans), in_order, row, by_document=True)
+
+
+def _saved(spans: Iterable[Span], queries: dict[int, int]) -> int:
+    """Pairs that need not be computed if all spans of a document follow each other."""
+    blocks: dict[int, int] = {}
+    rows: dict[int, int] = {}
+    for span in spans:
+        document, length = span.document, span.length
+        if span.stride == 1:
+            blocks[document] = blocks.get(document, 0) - (-length // BLOCK)
+            rows[document] = rows.get(document, 0) + length
+    return sum(
+        (count + (-rows[document] // BLOCK)) * BLOCK * queries.get(document, 0)
+        for document, count in blocks.items()
+    )
+
+
+def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same rows, in the same order, as fewer spans where one goes on with another."""
+    found: list[Span] = []
+    first: Span | None = None
+    length = 0
+    for span in spans:
+        if first is not None and first.continues(length, span):
+            length += span.length
+            continue
+        if first is not None:
+            found.append(first.resized(length))
+        first, length = span, span.length
+    if first is not None:
+        found.append(first.resized(length))
+    return tuple(found)
+
+
+def join(parts: Iterable[range]) -> Rows:
+    """The same rows in the same order, as fewer ranges where one goes on with another."""
+    found: list[range] = []
+    for rows in parts:
+        if found and rows.step == 1 == found[-1].step:  # mostly
+            if found[-1].stop == rows.start:
+                found[-1] = range(found[-1].start, rows.stop)
+            else:
+                found.append(rows)
+            continue
+        if len(rows) == 1:
+            rows = range(rows.start, rows.start + 1)
+        if found:
+            last = found[-1]
+            step = rows.step if len(last) == 1 else last.step
+            if rows.start == last[-1] + step and (len(rows) == 1 or rows.step == step):
+                found[-1] = range(last.start, rows[-1] + 1, step)
+                continue
+        found.append(rows)
+    return tuple(found)

@@ -1,0 +1,175 @@
+"""What travels: no more than has to, in few launches, for random packs on any number of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from ring_flash_attn.bench.documents import find_histogram
+from ring_flash_attn.plan.buffers import BufferPlan
+from ring_flash_attn.plan.build import make_plan
+from ring_flash_attn.plan.layout import get_layout, layout_names
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.routes import ring
+from ring_flash_attn.plan.steps import Payload, Side
+from ring_flash_attn.plan.tiles import Mask
+
+MASKS = {"causal": Mask(right=0), "window": Mask(9, 0), "both": Mask(12, 3), "full": Mask()}
+
+PLACES = [
+    *((layout, world_size) for layout in layout_names() for world_size in (2, 3, 5, 8, 13, 16)),
+    *((layout, n) for layout in ("balanced", "flat_contiguous") for n in (33, 64, 70)),
+]
+
+
+@cache
+def pack(world_size: int, seed: int) -> tuple[int, ...]:
+    """A few long documents, many short ones: about 40 tokens a rank."""
+    rng = random.Random(seed)
+    left, lengths = 40 * world_size, []
+    while left > 0:
+        lengths.append(min(left, int(rng.lognormvariate(2.5, 1.2))))
+        left -= max(1, lengths[-1])
+    return tuple(lengths)
+
+
+def least(problem: Problem) -> Counter[tuple[int, int]]:
+    """For each (owner, user), the keys of the one that some query of the other sees: counted token
+    by token, from the definition of the mask."""
+    owner = {
+        token: rank
+        for rank in range(problem.world_size)
+        for span in problem.spans(Side.KEY, rank)
+        for token in span.tokens
+    }
+    found: Counter[tuple[int, int]] = Counter()
+    for user in range(problem.world_size):
+        seen = set()
+        for span in problem.spans(Side.QUERY, user):
+            length = problem.lengths_k[span.document]
+            first = span.index - span.position  # of the document, as lengths are equal
+            for position in span.positions:
+                left, right = problem.mask.left, problem.mask.right
+                low = 0 if left is None else max(0, position - left)
+                high = length if right is None else min(length, position + right + 1)
+                seen.update(range(first + low, first + high))
+        found.update((owner[token], user) for token in seen if owner[token] != user)
+    return found
+
+
+def sent(route: str, problem: Problem, backward: bool) -> dict[Payload, Counter[tuple[int, int]]]:
+    """Rows that go from rank to rank, by (source, target), from the plans of all ranks."""
+    found: dict[Payload, Counter[tuple[int, int]]] = {each: Counter() for each in Payload}
+    for rank in range(problem.world_size):
+        path = BufferPlan(make_plan(route, problem, rank, backward), problem)
+        for moves in path.moves:
+            ends = [(m.transfer.payload, m.transfer.source, m.transfer.target) for m in moves]
+            assert len(set(ends)) == len(ends), "one message for each peer and post"
+            for move in moves:
+                t = move.transfer
+                if t.target == rank != t.source:
+                    found[t.payload][t.source, t.target] += move.rows
+    return found
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("layout", "world_size"), PLACES)
+def test_every_key_goes_once_to_whoever_needs_it(layout: str, world_size: int, mask: str) -> None:
+    """On routes that send straight from the owner: not one row more than the least possible."""
+    lengths = pack(world_size, seed=world_size)
+    problem = Problem(get_layout(layout), lengths, lengths, world_size, MASKS[mask], 1, 1, 4)
+    expected = least(problem)
+    for route in ("ring", "all_gather"):
+        found = sent(route, problem, backward=True)
+        assert found[Payload.INPUT] == expected
+        home = Counter({(user, owner): rows for (owner, user), rows in expected.items()})
+        assert found[Payload.RESULT] == home
+
+
+@pytest.mark.parametrize("layout", ["balanced", "zigzag", "flat_contiguous"])
+@pytest.mark.parametrize("world_size", [2, 5, 16])
+def test_from_neighbour_to_neighbour(layout: str, world_size: int) -> None:
+    """One source a launch: a shard goes whole, to the last rank that needs it, and no further."""
+    lengths = pack(world_size, seed=world_size)
+    problem = Problem(get_layout(layout), lengths, lengths, world_size, MASKS["causal"])
+    needed = least(problem)
+    expected = 0
+    for owner in range(world_size):
+        hops = [(user - owner) % world_size for o, user in needed if o == owner]
+        expected += problem.size(Side.KEY, owner) * max(hops, default=0)
+    assert sent("ring", problem, backward=False)[Payload.INPUT].total() == expected
+
+
+@pytest.mark.parametrize("world_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("seed", [42, 43, 44])
+def test_few_launches_of_a_pack(world_size: int, seed: int) -> None:
+    """Packs from a histogram, 8192 tokens a rank, on the ring: at most 8 launches, all ranks alike,
+    and at most 4.5 shards arrive for one of them."""
+    lengths = find_histogram("magi").draw(8192 * world_size, seed)
+    mask = Mask(right=0)
+    problem = Problem(get_layout("balanced"), lengths, lengths, world_size, mask, 8, 8, None)
+    for backward in (False, True):
+        groups = ring._groups(problem, backward)
+        assert groups is not None
+        assert {len(each) for each in groups} == {len(groups[0])}
+        assert 1 + len(groups[0]) <= 8
+        for user, each in enumerate(groups):
+            owners = [owner for group in each for owner in group]
+            assert sorted(owners) == [
+                owner
+                for owner in range(world_size)
+                if owner != user and problem.needed(user, owner)
+            ]
+            for group in each:
+                rows = sum(len(r) for owner in group for r in problem.sent(owner, user))
+                assert rows <= 4.5 * 8192
+
+
+@pytest.mark.parametrize("layout", layout_names())
+@pytest.mark.parametrize("documents", [1, 5, 20])
+def test_at_most_8_launches_on_64_ranks(layout: str, documents: int) -> None:
+    """Whatever the layout, up to 8192 tokens a rank."""
+    tokens = 8192 * 64
+    cuts = sorted(random.Random(documents).sample(range(1, tokens), documents - 1))
+    lengths = tuple(b - a for a, b in pairwise([0, *cuts, tokens]))
+    problem = Problem(get_layout(layout), lengths, lengths, 64, Mask(right=0), 1, 1, None)
+    for backward in (False, True):
+        groups = ring._groups(problem, backward)
+        assert groups is not None
+        assert 1 + len(groups[0]) <= 8
+
+
+def test_the_count_of_keys_is_exact_or_near() -> None:
+    """Exact where documents lie on some ranks; of those on all, the longest stands for all."""
+    lengths = pack(16, seed=1)
+    for layout, error in (("balanced", 0), ("flat_contiguous", 0), ("zigzag", 0.25)):
+        problem = Problem(get_layout(layout), lengths, lengths, 16, Mask(right=0))
+        received = problem.received()
+        for (owner, user), rows in least(problem).items():
+            assert abs(received[user].get(owner, 0) - rows) <= error * 40 + error * rows
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["forward", "backward"])
+def test_groups_are_even_or_filled_up(last: bool) -> None:
+    """As many sources in each group, if that is not too much; else as many as fit.
+
+    Forward from the end, backward from the start, where the last one is alone.
+    """
+    alone = [[9]] if last else []
+    owners = [1, 2, 3, 4, 5, *([9] if last else [])]
+
+    def groups(most: int, rows: dict[int, int], count: int) -> list[list[int]] | None:
+        found = ring._within(most, rows, owners, count, last)
+        return None if found is None else [sorted(group) for group in found]
+
+    even = [[1, 2, 3], [4, 5]] if last else [[1, 2], [3, 4, 5]]
+    assert groups(30, dict.fromkeys(owners, 10), 2) == even + alone
+    rows = {2: 50, 3: 20, 4: 30, 5: 10}
+    assert groups(50, rows, 2) is None
+    filled = [[1, 2], [3, 4], [5]] if last else [[1, 2], [3], [4, 5]]
+    assert groups(50, rows, 3) == filled + alone
+    assert groups(10, {}, 1) == [[1, 2, 3, 4, 5], *alone]
