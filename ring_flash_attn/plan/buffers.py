@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from .problem import Problem
 from .rows import Arrangement, Packing, Rows
@@ -217,7 +217,7 @@ def _packed(moves: list[Move], rank: int) -> list[Move]:
         together = [moves[number] for number in numbers]
         peers = [t.source if t.target == rank else t.target for t in (m.transfer for m in together)]
         counts = [move.rows for move in together]
-        rows = tuple(row for move in together for row in _local(move, rank)[0])
+        rows = tuple(chain.from_iterable(_local(move, rank)[0] for move in together))
         packing = Packing(rows, tuple(zip(peers, counts, strict=True)))
         for number, (start, end) in zip(numbers, pairwise([0, *accumulate(counts)]), strict=True):
             found[number] = replace(moves[number], packing=packing, place=range(start, end))

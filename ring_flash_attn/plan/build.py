@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from .layout import Span
@@ -39,9 +38,27 @@ def check_route(name: str) -> None:
 
 def make_plan(route: str, problem: Problem, rank: int, backward: bool = False) -> Plan:
     check_route(route)
-    steps = _ROUTES[route](problem, rank, backward)
-    in_order = tuple(Step(tuple(sorted(step.transfers)), step.work) for step in steps)
-    return _marked(rank, in_order, problem.size(Side.QUERY, rank), problem.nheads_k)
+    return _finished(problem, rank, _ROUTES[route](problem, rank, backward))
+
+
+def _finished(problem: Problem, rank: int, steps: Sequence[Step]) -> Plan:
+    """The plan of these steps: transfers in order, tiles marked."""
+    merged = any(  # somebody else's part of our queries still comes: no launch of ours is the last
+        transfer.payload is Payload.RESULT and transfer.side is Side.QUERY
+        for step in steps
+        for transfer in step.transfers
+    )
+    launches = tuple(work for step in steps for work in step.work)
+    # Forward and backward often have the same launches. They are kept, as the key has their ids.
+    key = ("marked", *map(id, launches), merged)
+    _, found, covered = problem.remember(key, lambda: (launches, *_marked(launches, merged)))
+    marked = iter(found)
+    in_order = tuple(
+        Step(tuple(sorted(step.transfers)), tuple(next(marked) for _ in step.work))
+        for step in steps
+    )
+    size = problem.size(Side.QUERY, rank) * problem.nheads_k
+    return Plan(rank, in_order, complete=not merged and covered == size)
 
 
 def make_work(
@@ -53,6 +70,13 @@ def make_work(
     always cut, our own alone never.
     """
     owners = tuple(key_ranks)
+    key = ("work", query_rank, owners, heads, cut)
+    return problem.remember(key, lambda: _make_work(problem, query_rank, owners, heads, cut))
+
+
+def _make_work(
+    problem: Problem, query_rank: int, owners: tuple[int, ...], heads: Heads, cut: bool
+) -> tuple[Work, ...]:
     cut = (cut or len(owners) > 1) and owners != (query_rank,)
     keys: Sequence[Span] = ()
     if cut:
@@ -63,36 +87,43 @@ def make_work(
     return (Work((query_rank,), owners, heads, tiles, cut),) if tiles else ()
 
 
-def _marked(rank: int, steps: tuple[Step, ...], size: int, nheads_k: int) -> Plan:
-    """A plan whose tiles know the first and the last launch of their queries."""
-    launches = [work for step in steps for work in step.work]
+def _marked(launches: Sequence[Work], merged: bool) -> tuple[list[Work], int]:
+    """Launches whose tiles know the first and the last one of their queries.
+
+    And how many rows have launches, summed over KV heads. If results are `merged` with those of
+    other ranks, no launch is the last.
+    """
     groups = sorted({work.heads for work in launches})
     assert all(a[1] <= b[0] for a, b in pairwise(groups)), f"head groups overlap: {groups}"
-    uses: dict[tuple[tuple[int, ...], Heads, int], tuple[int, int, int]] = {}  # first, last, rows
+    uses: dict[tuple[tuple[int, ...], Heads], dict[int, tuple[int, int, int]]] = {}
     for number, work in enumerate(launches):
+        starts = uses.setdefault((work.queries, work.heads), {})  # → first, last, rows
         for tile in work.tiles:
-            key = (work.queries, work.heads, tile.query.start)
-            first = uses[key][0] if key in uses else number
-            uses[key] = first, number, tile.query.length
-    merged = any(  # somebody else's part of our queries still comes: no launch of ours is the last
-        transfer.payload is Payload.RESULT and transfer.side is Side.QUERY
-        for step in steps
-        for transfer in step.transfers
+            start, rows = tile.query[:2]
+            known = starts.get(start)
+            if known is None:
+                starts[start] = number, number, rows
+            elif known[1] != number:
+                starts[start] = known[0], number, rows
+    found = []
+    for number, work in enumerate(launches):
+        marks = {
+            start: (first == number, not merged and last == number)
+            for start, (first, last, _) in uses[work.queries, work.heads].items()
+            if first == number or (last == number and not merged)
+        }
+        tiles = work.tiles
+        if marks:
+            tiles = tuple(
+                tuple.__new__(Tile, (*tile[:4], *marks[tile[0][0]]))
+                if tile[0][0] in marks
+                else tile
+                for tile in tiles
+            )
+        found.append(Work(work.queries, work.keys, work.heads, tiles, work.cut))
+    covered = sum(
+        rows * (end - start)
+        for (_, (start, end)), starts in uses.items()
+        for _, _, rows in starts.values()
     )
-    numbers = iter(range(len(launches)))
-
-    def mark(work: Work) -> Work:
-        number = next(numbers)
-        tiles = []
-        for tile in work.tiles:
-            key = (work.queries, work.heads, tile.query.start)
-            first, last, _ = uses[key]
-            is_first, is_last = first == number, not merged and last == number
-            if is_first or is_last:
-                tile = Tile(tile.query, tile.key, tile.low, tile.high, is_first, is_last)
-            tiles.append(tile)
-        return replace(work, tiles=tuple(tiles))
-
-    marked = tuple(Step(step.transfers, tuple(map(mark, step.work))) for step in steps)
-    covered = sum(rows * (end - start) for (_, (start, end), _), (_, _, rows) in uses.items())
-    return Plan(rank, marked, complete=not merged and covered == size * nheads_k)
+    return found, covered

@@ -11,15 +11,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 Split = Callable[[int, int, int], list[range]]
 
 FLAT_PREFIX = "flat_"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Local rows `start … start+length` hold the tokens `position + stride·i` of one document.
 
     Query i of a document has position i + seqlen_k − seqlen_q, which may be negative. `index` is
@@ -31,7 +30,7 @@ class Span:
     position: int
     stride: int
     document: int
-    index: int
+    index: int  # type: ignore[assignment]  # not the method of tuples
 
     @property
     def tokens(self) -> range:
@@ -45,7 +44,8 @@ class Span:
 
     def moved(self, rows: int) -> Span:
         """The same tokens, `rows` further down in a longer buffer."""
-        return self._with(self.start + rows, self.length, self.position, self.index)
+        start, length, position, stride, document, index = self
+        return tuple.__new__(Span, (start + rows, length, position, stride, document, index))
 
     def part(self, start: int, end: int) -> Span:
         skipped = max(start - self.start, 0)
@@ -55,26 +55,7 @@ class Span:
         tokens = self.stride * skipped
         return self._with(self.start + skipped, length, self.position + tokens, self.index + tokens)
 
-    def continues(self, length: int, other: Span) -> bool:
-        """Whether the other goes on after `length` rows of this one, with the next token."""
-        return (
-            self.document == other.document
-            and self.start + length == other.start
-            and self.index + self.stride * length == other.index
-            and self.position + self.stride * length == other.position
-            and self.stride == other.stride
-        )
-
-    def resized(self, length: int) -> Span:
-        """From the same token on."""
-        return (
-            self
-            if length == self.length
-            else self._with(self.start, length, self.position, self.index)
-        )
-
     def _with(self, start: int, length: int, position: int, index: int) -> Span:
-        # not `replace`, which is slow: packs are long
         return Span(start, length, position, self.stride, self.document, index)
 
 
@@ -114,10 +95,12 @@ class SplitLayout:
         queries: Sequence[int] | None = None,
     ) -> Iterable[tuple[int, range]]:
         if not self.flat:
-            for document, length in enumerate(lengths):
-                for tokens in self.split(length, rank, world_size):
-                    yield document, tokens
-            return
+            return [
+                (document, tokens)
+                for document, length in enumerate(lengths)
+                for tokens in self.split(length, rank, world_size)
+            ]
+        found: list[tuple[int, range]] = []
         starts = [0, *accumulate(lengths)]
         for tokens in self.split(starts[-1], rank, world_size):
             begin = max(0, bisect_right(starts, tokens.start) - 1)
@@ -127,7 +110,9 @@ class SplitLayout:
             cuts = [max(0, -((tokens.start - start) // tokens.step)) for start in near]
             for document, (first, last) in enumerate(pairwise(cuts), begin):
                 part, start = tokens[first:last], starts[document]
-                yield document, range(part.start - start, part.stop - start, part.step)
+                local = range(part.start - start, part.stop - start, part.step)
+                found.append((document, local))
+        return found
 
 
 _LAYOUTS: dict[str, Layout] = {}
@@ -187,7 +172,11 @@ def contiguous(length: int, rank: int, world_size: int) -> list[range]:
 @register_layout("zigzag")
 def zigzag(length: int, rank: int, world_size: int) -> list[range]:
     """Rank r holds parts r and 2W−1−r of 2W: an early and a late one, so causal work is even."""
-    return [chunk(length, part, 2 * world_size) for part in (rank, 2 * world_size - 1 - rank)]
+    parts, early, late = 2 * world_size, rank * length, (2 * world_size - 1 - rank) * length
+    return [  # chunk(length, part, parts) of both
+        range(early // parts, (early + length) // parts),
+        range(late // parts, (late + length) // parts),
+    ]
 
 
 @register_layout("stripe")
@@ -213,10 +202,13 @@ def spans(
     found: list[Span] = []
     row = 0
     for document, tokens in layout.held(lengths, rank, world_size, queries):
-        if not tokens:
-            continue
-        position = tokens.start + (shifts[document] if shifts else 0)
-        index = starts[document] + tokens.start
-        found.append(Span(row, len(tokens), position, tokens.step, document, index))
-        row += len(tokens)
+        length = len(tokens)
+        if length:
+            first = position = tokens.start
+            if shifts:
+                position += shifts[document]
+            index = starts[document] + first
+            new = (row, length, position, tokens.step, document, index)
+            found.append(tuple.__new__(Span, new))  # the quick way: packs are long
+            row += length
     return tuple(found)

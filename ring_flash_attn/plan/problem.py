@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import accumulate
+from operator import and_, or_
+from typing import Any, TypeVar, cast
 
 from .layout import Layout, Span, spans
-from .rows import Arrangement, Rows, arrange, join
+from .rows import Arrangement, Rows, arrange, join_runs
 from .steps import Heads, Side
-from .tiles import Mask, Reach, reach, seen_rows
+from .tiles import FAR, Mask, Reach, reach, seen_rows
 
 _COUNTED = 1 << 13  # spans, for an estimate
 
+Held = list[tuple[int, list[Span]]]  # ranks, and what they hold of a document
+
+Made = TypeVar("Made")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -24,9 +30,10 @@ def _once(method: Method) -> Method:
     @functools.wraps(method)
     def remembered(self: Problem, *args: object) -> Any:
         key = (name, *args)
-        if key not in self._memo:
-            self._memo[key] = method(self, *args)
-        return self._memo[key]
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = method(self, *args)
+        return found
 
     return remembered  # type: ignore[return-value]
 
@@ -48,6 +55,12 @@ class Problem:
         default_factory=dict, init=False, compare=False, repr=False
     )
 
+    def remember(self, key: tuple[object, ...], make: Callable[[], Made]) -> Made:
+        """What `make` has returned for this key; plans forward and backward have much in common."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast(Made, self._memo[key])
+
     @_once
     def spans(self, side: Side, rank: int) -> tuple[Span, ...]:
         """What `rank` holds of one side."""
@@ -66,26 +79,46 @@ class Problem:
     @_once
     def seen(self, owner: int, user: int) -> tuple[Span, ...]:
         """What the queries of `user` see of a rank's keys, by rows: parts of its spans."""
-        queries = self._queries(user)
-        return tuple(
-            key if end - start == key.length else key.part(start, end)
-            for key in self.spans(Side.KEY, owner)
-            if key.document in queries
-            for start, end in seen_rows(*queries[key.document], key, self.mask)
-        )
+        limits, keys = self._limits(user), self.spans(Side.KEY, owner)
+        found: list[Span] = []
+        whole = True
+        for key in keys:
+            start, length, position, stride, document, _ = key
+            limit = limits.get(document, -FAR)
+            if limit is None:
+                parts = seen_rows(*self._queries(user, document), key, self.mask)
+                found += [key.part(*rows) for rows in parts]
+                whole = whole and found[-1:] == [key]
+            elif position + stride * (length - 1) < limit:
+                found.append(key)
+            else:
+                whole = False
+                if position < limit:
+                    found.append(key.part(start, start - (position - limit) // stride))
+        return keys if whole else tuple(found)
 
     @_once
     def sent(self, owner: int, user: int) -> Rows:
         """Rows of a rank's keys that go to `user` where shards are cut: those that it sees."""
-        return join(range(s.start, s.start + s.length) for s in self.seen(owner, user))
+        seen = self.seen(owner, user)
+        if seen is self.spans(Side.KEY, owner):  # all
+            return (range(self.size(Side.KEY, owner)),) if seen else ()
+        return join_runs([span.start for span in seen], [span.length for span in seen])
 
     @_once
     def arrangement(self, owners: tuple[int, ...], user: int) -> Arrangement:
         """Where the keys that `user` gets of some ranks lie in one buffer."""
-        spans = self._by_document(Side.QUERY, user)
-        queries = {document: sum(s.length for s in held) for document, held in spans.items()}
+        queries = self._counts(user)
         shards = [(owner, self.sent(owner, user), self.seen(owner, user)) for owner in owners]
         return arrange(shards, queries)
+
+    @_once
+    def _counts(self, user: int) -> dict[int, int]:
+        """How many queries of each document a rank has."""
+        found: dict[int, int] = {}
+        for span in self.spans(Side.QUERY, user):
+            found[span.document] = found.get(span.document, 0) + span.length
+        return found
 
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Whether the mask leaves anything of these queries against these keys."""
@@ -94,23 +127,35 @@ class Problem:
     @_once
     def _needs(self) -> tuple[int, ...]:
         """For each rank, whose keys its queries see: a bit for each."""
-        ranks = range(self.world_size)
-        holders: dict[int, list[tuple[Span, int]]] = {}  # of each document's keys
-        masks: dict[int, int] = {}
-        for owner in ranks:
-            for document, held in self._by_document(Side.KEY, owner).items():
-                holders.setdefault(document, []).extend((span, owner) for span in held)
-                masks[document] = masks.get(document, 0) | 1 << owner
-        found = []
-        for rank in ranks:
-            known = 0
-            for document, queries in self._queries(rank).items():
-                if masks.get(document, 0) & ~known:
-                    for key, owner in holders[document]:
-                        if not known >> owner & 1 and seen_rows(*queries, key, self.mask):
-                            known |= 1 << owner
-            found.append(known)
+        everybody = (1 << self.world_size) - 1
+        found = [0] * self.world_size
+        holders, users = self._holders(Side.KEY), self._holders(Side.QUERY)
+        for document in sorted(holders, key=self.lengths_k.__getitem__, reverse=True):
+            if document in users:
+                self._add_needs(document, holders[document], users[document], found)
+                if functools.reduce(and_, found) == everybody:
+                    break
         return tuple(found)
+
+    def _add_needs(self, document: int, keys: Held, queries: Held, found: list[int]) -> None:
+        """Add to each rank's bits whose keys of a document its queries see."""
+        if self._bites(document):
+            for user, _ in queries:
+                seen = self._queries(user, document)
+                for owner, held in keys:
+                    if not found[user] >> owner & 1:
+                        found[user] |= any(seen_rows(*seen, k, self.mask) for k in held) << owner
+            return
+        firsts = sorted(
+            (held[0].position if len(held) == 1 else min(k.position for k in held), owner)
+            for owner, held in keys
+        )
+        positions = [position for position, _ in firsts]
+        bits = list(accumulate((1 << owner for _, owner in firsts), or_, initial=0))
+        for user, _ in queries:
+            limit = self._limits(user)[document]
+            assert limit is not None
+            found[user] |= bits[bisect_left(positions, limit)]
 
     @_once
     def received(self) -> tuple[dict[int, int], ...]:
@@ -119,13 +164,8 @@ class Problem:
         The longest of the documents that lie on all ranks stands for them; of others, where there
         are very many, the longest too.
         """
-        holders: dict[int, list[tuple[int, list[Span]]]] = {}  # of each document's keys
-        users: dict[int, list[int]] = {}  # of its queries
-        for rank in range(self.world_size):
-            for document, held in self._by_document(Side.KEY, rank).items():
-                holders.setdefault(document, []).append((rank, held))
-            for document in self._by_document(Side.QUERY, rank):
-                users.setdefault(document, []).append(rank)
+        holders, queries = self._holders(Side.KEY), self._holders(Side.QUERY)
+        users = {document: [user for user, _ in held] for document, held in queries.items()}
         longest = sorted(holders, key=lambda document: (-self.lengths_k[document], document))
         found: tuple[dict[int, int], ...] = tuple({} for _ in range(self.world_size))
         for everywhere in (True, False):
@@ -142,11 +182,9 @@ class Problem:
                     break
                 counted.append(self.lengths_k[document])
                 for user in users.get(document, ()):
-                    queries = self._queries(user)[document]
                     for owner, held in holders[document]:
                         work += len(held)
-                        parts = [seen_rows(*queries, key, self.mask) for key in held]
-                        seen = sum(end - start for part in parts for start, end in part)
+                        seen = self._rows_seen(user, document, held)
                         rows[user, owner] = rows.get((user, owner), 0) + seen
             total = sum(self.lengths_k[document] for document in documents)
             for (user, owner), seen in rows.items():
@@ -165,12 +203,53 @@ class Problem:
         return found
 
     @_once
-    def _queries(self, user: int) -> dict[int, tuple[list[Span], Reach | None]]:
-        """A rank's queries of each document, and which positions they reach, if of stride 1."""
-        return {
-            document: (held, None if held[0].stride > 1 else reach(held, self.mask))
-            for document, held in self._by_document(Side.QUERY, user).items()
-        }
+    def _holders(self, side: Side) -> dict[int, Held]:
+        """Which ranks hold something of each document, and what."""
+        if side is Side.QUERY and self.lengths_q == self.lengths_k:
+            return self._holders(Side.KEY)
+        found: dict[int, Held] = {}
+        for rank in range(self.world_size):
+            for document, held in self._by_document(side, rank).items():
+                found.setdefault(document, []).append((rank, held))
+        return found
+
+    def _bites(self, document: int) -> bool:
+        """Whether the left side of the window hides keys of a document from some query."""
+        return self.mask.left is not None and self.mask.left < self.lengths_k[document] - 1
+
+    @_once
+    def _limits(self, user: int) -> dict[int, int | None]:
+        """A rank's queries of a document see the keys before this position.
+
+        None where the left side of the window hides some of these.
+        """
+        found: dict[int, int | None] = {}
+        right = FAR if self.mask.right is None else self.mask.right + 1
+        for _, length, position, stride, document, _ in self.spans(Side.QUERY, user):
+            limit, known = position + stride * (length - 1) + right, found.get(document)
+            if known is None or limit > known:
+                found[document] = limit
+        if self.mask.left is not None:
+            found.update((document, None) for document in list(found) if self._bites(document))
+        return found
+
+    @_once
+    def _queries(self, user: int, document: int) -> tuple[list[Span], Reach | None]:
+        """A rank's queries of a document, and which positions they reach, if of stride 1."""
+        held = self._by_document(Side.QUERY, user)[document]
+        return held, None if held[0].stride > 1 else reach(held, self.mask)
+
+    def _rows_seen(self, user: int, document: int, keys: Sequence[Span]) -> int:
+        """How many rows of some keys of a document a rank's queries see."""
+        limit = self._limits(user)[document]
+        if limit is None:
+            queries = self._queries(user, document)
+            parts = [seen_rows(*queries, key, self.mask) for key in keys]
+            return sum(end - start for part in parts for start, end in part)
+        return sum(
+            min(length, max(0, -((position - limit) // stride)))
+            for _, length, position, stride, _, _ in keys
+        )
 
     @property
     def all_heads(self) -> Heads:

@@ -66,19 +66,19 @@ def arrange(shards: Sequence[Shard], queries: dict[int, int]) -> Arrangement:
     not many with a half-filled block each. `queries` are the numbers of queries of each document.
     """
     size = sum(len(rows) for _, parts, _ in shards for rows in parts)
-    spans = [span for _, _, known in shards for span in known]
     cost = COPY * size + LAUNCH
-    if len(shards) == 1 or _saved(spans, queries) <= cost:
+    if len(shards) == 1 or not _saves_more((known for _, _, known in shards), queries, cost):
         return _by_owner(shards)
-    if len(spans) <= _FEW * len(shards):
+    if sum(len(known) for _, _, known in shards) <= _FEW * len(shards):
         found = _by_owner(shards)
-        if _saved(found.spans, queries) <= cost:
+        if not _saves_more([found.spans], queries, cost):
             return found
     return _by_document(shards)
 
 
 def _by_owner(shards: Iterable[Shard]) -> Arrangement:
     spans: list[Span] = []
+    begins: list[int] = []
     places: dict[int, Rows] = {}
     size = 0
     in_order = sorted(shards, key=lambda each: [(s.document, s.position) for s in each[2][:1]])
@@ -89,57 +89,96 @@ def _by_owner(shards: Iterable[Shard]) -> Arrangement:
             while span.start >= run.stop:
                 size += len(run)
                 run = next(runs)
-            spans.append(span.moved(size - run.start))
+            begins.append(size - run.start + span.start)
+        spans += known
         size = first + sum(map(len, rows))
         places[owner] = (range(first, size),) if size > first else ()
-    return Arrangement(_joined(spans), places, size, by_document=False)
+    return Arrangement(_joined(spans, begins), places, size, by_document=False)
 
 
-def _by_document(shards: Iterable[Shard]) -> Arrangement:
-    pieces = [
-        (span.document, span.position, owner, number, span)
-        for owner, _, known in shards
-        for number, span in enumerate(known)
-    ]
-    pieces.sort()
-    places = {owner: [range(0)] * len(known) for owner, _, known in shards}
-    spans, row = [], 0
-    for _, _, owner, number, span in pieces:
-        spans.append(span.moved(row - span.start))
-        places[owner][number] = range(row, row := row + span.length)
-    in_order = {owner: join(found) for owner, found in places.items()}
-    return Arrangement(_joined(spans), in_order, row, by_document=True)
+def _by_document(shards: Sequence[Shard]) -> Arrangement:
+    spans = [span for _, _, known in shards for span in known]
+    order = sorted(range(len(spans)), key=[span.index for span in spans].__getitem__)
+    begins, row = [0] * len(spans), 0
+    for number in order:
+        begins[number] = row
+        row += spans[number].length
+    places, first = {}, 0
+    for owner, _, known in shards:
+        last = first + len(known)
+        places[owner] = join_runs(begins[first:last], [span.length for span in known])
+        first = last
+    joined = _joined((spans[number] for number in order), (begins[number] for number in order))
+    return Arrangement(joined, places, row, by_document=True)
 
 
-def _saved(spans: Iterable[Span], queries: dict[int, int]) -> int:
-    """Pairs that need not be computed if all spans of a document follow each other."""
+def _saves_more(shards: Iterable[Sequence[Span]], queries: dict[int, int], cost: int) -> bool:
+    """Whether more pairs need not be computed if all spans of a document follow each other.
+
+    More shards save more, so the first ones may do.
+    """
     blocks: dict[int, int] = {}
     rows: dict[int, int] = {}
-    for span in spans:
-        document, length = span.document, span.length
-        if span.stride == 1:
-            blocks[document] = blocks.get(document, 0) - (-length // BLOCK)
-            rows[document] = rows.get(document, 0) + length
+    look = 2  # after so many shards
+    for number, spans in enumerate(shards, 1):
+        for _, length, _, stride, document, _ in spans:
+            if stride == 1:
+                blocks[document] = blocks.get(document, 0) - (-length // BLOCK)
+                rows[document] = rows.get(document, 0) + length
+        if number == look:
+            if _saved(blocks, rows, queries) > cost:
+                return True
+            look += look
+    return _saved(blocks, rows, queries) > cost
+
+
+def _saved(blocks: dict[int, int], rows: dict[int, int], queries: dict[int, int]) -> int:
+    """Pairs: blocks of spans that lie apart, less those of the same rows in one place."""
     return sum(
         (count + (-rows[document] // BLOCK)) * BLOCK * queries.get(document, 0)
         for document, count in blocks.items()
     )
 
 
-def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same rows, in the same order, as fewer spans where one goes on with another."""
+def _joined(spans: Iterable[Span], begins: Iterable[int]) -> tuple[Span, ...]:
+    """The same tokens, from these rows on, as fewer spans where one goes on with another."""
     found: list[Span] = []
-    first: Span | None = None
-    length = 0
-    for span in spans:
-        if first is not None and first.continues(length, span):
-            length += span.length
-            continue
-        if first is not None:
-            found.append(first.resized(length))
-        first, length = span, span.length
-    if first is not None:
-        found.append(first.resized(length))
+    first = total = step = after = beyond = row = 0  # of the span that grows
+    of = next_position = -1
+    at = 0
+    for span, begin in zip(spans, begins, strict=True):
+        _, length, position, stride, document, index = span
+        if (
+            document == of
+            and begin == after
+            and index == beyond
+            and position == next_position
+            and stride == step
+        ):
+            total += length
+        else:
+            if total:
+                found.append(tuple.__new__(Span, (row, total, at, step, of, first)))
+            row, total, at, step, of, first = begin, length, position, stride, document, index
+        after = begin + length
+        beyond, next_position = index + stride * length, position + stride * length
+    if total:
+        found.append(tuple.__new__(Span, (row, total, at, step, of, first)))
+    return tuple(found)
+
+
+def join_runs(starts: Iterable[int], lengths: Iterable[int]) -> Rows:
+    """Runs of rows, in their order, as ranges: fewer where one goes on with another."""
+    found: list[range] = []
+    first = end = -1
+    for start, length in zip(starts, lengths, strict=True):
+        if start != end:
+            if end > first:
+                found.append(range(first, end))
+            first = start
+        end = start + length
+    if end > first:
+        found.append(range(first, end))
     return tuple(found)
 
 

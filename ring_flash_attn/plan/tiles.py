@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .layout import Span
 
-_FAR = 1 << 62  # further than any position
+FAR = 1 << 62  # further than any position
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,7 @@ class Mask:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """Queries of one span against keys of one span of the same document.
 
     Both spans have the same stride, so the mask is a band in local row numbers: query i of the tile
@@ -90,8 +90,8 @@ def reach(queries: Iterable[Span], mask: Mask) -> Reach:
     found: Reach = []
     for query in queries:
         assert query.stride == 1
-        low = -_FAR if mask.left is None else query.position - mask.left
-        high = _FAR if mask.right is None else query.position + query.length + mask.right
+        low = -FAR if mask.left is None else query.position - mask.left
+        high = FAR if mask.right is None else query.position + query.length + mask.right
         found.append((low, high))
     return _union(found)
 
@@ -138,12 +138,26 @@ def make_tiles(queries: Iterable[Span], keys: Sequence[Span], mask: Mask) -> tup
     by_document: dict[int, list[Span]] = {}
     for key in keys:
         by_document.setdefault(key.document, []).append(key)
-    found = (
-        make_tile(query, key, mask)
-        for query in queries
-        for key in by_document.get(query.document, ())
-    )
-    return tuple(tile for tile in found if tile is not None)
+    left, right = mask.left, mask.right
+    found: list[Tile] = []
+    for query in queries:
+        held = by_document.get(query.document)
+        if held is None:
+            continue
+        lowest, stride, position = 1 - query.length, query.stride, query.position
+        for key in held:  # as `make_tile` does: plans have very many tiles
+            _, length, at, key_stride, _, _ = key
+            assert stride == key_stride, "queries and keys share one layout"
+            low, high, distance = lowest, length - 1, at - position
+            if left is not None:
+                edge = -((left + distance) // stride)
+                low = edge if edge > low else low
+            if right is not None:
+                edge = (right - distance) // stride
+                high = edge if edge < high else high
+            if low <= high:
+                found.append(tuple.__new__(Tile, (query, key, low, high, False, False)))
+    return tuple(found)
 
 
 def band_pairs(rows: int, columns: int, low: int, high: int) -> int:

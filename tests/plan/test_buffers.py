@@ -134,9 +134,7 @@ def test_a_shard_is_cut_if_its_launch_wants_it_so() -> None:
 
 def begins(problem: Problem, *steps: Step) -> list[bool]:
     """For queries and keys of rank 1, whether these steps begin with every row."""
-    buffer_plan = BufferPlan(
-        planning._marked(1, steps, problem.size(Side.QUERY, 1), problem.nheads_k), problem
-    )
+    buffer_plan = BufferPlan(planning._finished(problem, 1, steps), problem)
     return [buffer_plan.begins[side] for side in Side]
 
 

@@ -97,7 +97,7 @@ def in_order(tiles: Sequence[Tile]) -> tuple[list[Tile], list[tuple[int, int]]]:
         moved[span.start] = span.moved(end - span.start)
         rows.append((span.start, span.start + span.length))
         end += span.length
-    return [replace(tile, key=moved[tile.key.start]) for tile in tiles], rows
+    return [tile._replace(key=moved[tile.key.start]) for tile in tiles], rows
 
 
 def _joined(tiles: Sequence[Tile]) -> Iterator[Rect]:

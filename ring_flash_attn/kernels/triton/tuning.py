@@ -282,7 +282,7 @@ def _trials(call: Call, seqlen: int, fresh: bool) -> dict[str, Trial]:
     lse = torch.empty(1, call.nheads, seqlen, 1, device=device)  # rows of one number
     span = Span(start=0, length=seqlen, position=0, stride=1, document=0, index=0)
     (tile,) = make_tiles([span], [span], call.mask)
-    tiles = (replace(tile, first=fresh, last=fresh),)
+    tiles = (tile._replace(first=fresh, last=fresh),)
 
     def forward(blocks: Blocks) -> None:
         with using("forward", call, blocks):

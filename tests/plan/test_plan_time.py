@@ -1,0 +1,162 @@
+"""Plans of long packs: what is found the quick way is what its definition says; and in time."""
+
+from __future__ import annotations
+
+import time
+from itertools import groupby, pairwise
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import order_of_buffers, problems, spans
+
+from ring_flash_attn.plan import rows as planned_rows
+from ring_flash_attn.plan.buffers import BufferPlan
+from ring_flash_attn.plan.build import make_plan, route_names
+from ring_flash_attn.plan.layout import Span, get_layout, layout_names
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.steps import Side
+from ring_flash_attn.plan.tiles import Mask, Tile, make_tile, make_tiles
+
+layouts = pytest.mark.parametrize("layout", layout_names())
+
+
+def seen_one_by_one(problem: Problem, owner: int, user: int) -> list[tuple[int, int]]:
+    """(row, token) of a rank's keys that some query of another sees: pair by pair."""
+    queries = [
+        (span.document, position)
+        for span in problem.spans(Side.QUERY, user)
+        for position in span.positions
+    ]
+    return [
+        (span.start + row, span.tokens[row])
+        for span in problem.spans(Side.KEY, owner)
+        for row, position in enumerate(span.positions)
+        if any(d == span.document and problem.mask.allows(position - p) for d, p in queries)
+    ]
+
+
+def listed(found: tuple[Span, ...]) -> list[tuple[int, int]]:
+    return [(s.start + row, s.tokens[row]) for s in found for row in range(s.length)]
+
+
+@layouts
+@settings(max_examples=40)
+@given(data=st.data())
+def test_rows_that_a_rank_sees_are_found_pair_by_pair(layout: str, data: st.DataObject) -> None:
+    problem = data.draw(problems(layout))
+    ranks = st.integers(0, problem.world_size - 1)
+    owner, user = data.draw(ranks), data.draw(ranks)
+    expected = seen_one_by_one(problem, owner, user)
+    assert listed(problem.seen(owner, user)) == expected
+    assert [row for rows in problem.sent(owner, user) for row in rows] == [r for r, _ in expected]
+    assert problem.needed(user, owner) is bool(expected)
+
+
+@layouts
+@settings(max_examples=25)
+@given(data=st.data())
+def test_an_estimate_of_one_document_is_exact(layout: str, data: st.DataObject) -> None:
+    problem = data.draw(problems(layout).filter(lambda p: len(p.lengths_k) == 1))
+    user = data.draw(st.integers(0, problem.world_size - 1))
+    found = {
+        owner: len(seen_one_by_one(problem, owner, user))
+        for owner in range(problem.world_size)
+        if owner != user
+    }
+    assert problem.received()[user] == {owner: count for owner, count in found.items() if count}
+
+
+@layouts
+@settings(max_examples=40)
+@given(data=st.data(), by_document=st.booleans())
+def test_buffers_hold_what_is_seen_in_order(
+    layout: str, data: st.DataObject, by_document: bool
+) -> None:
+    """All tokens, each once, where `places` says; what follows in rows and tokens is one span."""
+    problem = data.draw(problems(layout))
+    ranks = range(problem.world_size)
+    user = data.draw(st.sampled_from(ranks))
+    owners = tuple(sorted(data.draw(st.sets(st.sampled_from(ranks), min_size=1))))
+    with order_of_buffers(by_document):
+        found = problem.arrangement(owners, user)
+    place = dict(listed(found.spans))
+    for owner in owners:
+        at = [row for rows in found.places[owner] for row in rows]
+        tokens = [token for _, token in seen_one_by_one(problem, owner, user)]
+        assert [place[row] for row in at] == tokens
+        assert all(rows.step == 1 for rows in found.places[owner])
+        assert all(a.stop != b.start for a, b in pairwise(found.places[owner]))
+    assert sorted(place) == list(range(found.size))
+    for before, after in pairwise(found.spans):
+        follows = before.index + before.stride * before.length == after.index
+        same = (before.document, before.stride) == (after.document, after.stride)
+        assert not (follows and same), "these are one span"
+    if found.by_document:
+        keys = [(span.document, span.position) for span in found.spans]
+        assert keys == sorted(keys)
+
+
+@given(data=st.data())
+def test_a_few_shards_decide_only_what_all_would(data: st.DataObject) -> None:
+    """More shards never save less, so a look at the first ones is enough."""
+    count = data.draw(st.integers(1, 6))
+    held = st.lists(st.integers(0, 3).flatmap(lambda d: spans(1, d)), max_size=4)
+    shards = [data.draw(held) for _ in range(count)]
+    queries = {document: data.draw(st.integers(0, 9)) for document in range(3)}
+    with mock.patch.object(planned_rows, "BLOCK", 4):
+        total = 0
+        of_document = sorted((s for shard in shards for s in shard), key=lambda s: s.document)
+        for document, group in groupby(of_document, key=lambda s: s.document):
+            lengths = [span.length for span in group]
+            apart = sum(-(-length // 4) for length in lengths)
+            total += (apart + (-sum(lengths) // 4)) * 4 * queries.get(document, 0)
+        for cost in (total - 1, total, total + 1):
+            assert planned_rows._saves_more(shards, queries, cost) is (total > cost)
+
+
+@given(
+    queries=st.lists(st.integers(0, 2).flatmap(lambda d: spans(3, d)), max_size=5),
+    keys=st.lists(st.integers(0, 2).flatmap(lambda d: spans(3, d)), max_size=5),
+    left=st.none() | st.integers(0, 30),
+    right=st.none() | st.integers(0, 30),
+)
+def test_tiles_are_those_of_each_pair(
+    queries: list[Span], keys: list[Span], left: int | None, right: int | None
+) -> None:
+    mask = Mask(left, right)
+    pairs: list[Tile | None] = [make_tile(query, key, mask) for query in queries for key in keys]
+    assert make_tiles(queries, keys, mask) == tuple(tile for tile in pairs if tile is not None)
+
+
+@pytest.mark.parametrize("route", route_names())
+def test_forward_and_backward_share_their_launches(route: str) -> None:
+    """Where they are the same; a plan by itself says the same."""
+
+    def problem() -> Problem:
+        return Problem(get_layout("zigzag"), (90, 3, 40), (90, 3, 40), 4, Mask(right=0), 2)
+
+    shared, alone = problem(), problem()
+    forward, backward = (make_plan(route, shared, 2, direction) for direction in (False, True))
+    assert make_plan(route, alone, 2, True) == backward
+    assert make_plan(route, problem(), 2, False) == forward
+    works = [[w for step in plan.steps for w in step.work] for plan in (forward, backward)]
+    assert len(works[0]) > 1 or route == "all_gather"
+    assert all(a is b for a, b in zip(*works, strict=True))
+
+
+@pytest.mark.parametrize("route", route_names())
+@layouts
+def test_a_pack_is_planned_in_milliseconds(layout: str, route: str) -> None:
+    """40 documents on 8 ranks, forward and backward: 2 to 8 ms on a slow core, of the process."""
+    lengths = tuple(1 + 400 * (7 * n % 40) ** 2 // 100 for n in range(40))
+    taken = []
+    for rank in (0, 3, 7):
+        sources = None if route == "ring" else 1
+        problem = Problem(get_layout(layout), lengths, lengths, 8, Mask(right=0), 8, 8, sources)
+        started = time.process_time()
+        for backward in (False, True):
+            assert BufferPlan(make_plan(route, problem, rank, backward), problem).moves
+        taken.append(time.process_time() - started)
+    assert min(taken) < 0.03
