@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .api.llama3 import (
         llama3_flash_attn_prepare_cu_seqlens as llama3_flash_attn_prepare_cu_seqlens,
     )
+    from .api.preparing import prepare as prepare
     from .api.sharding import position_ids as position_ids
     from .api.sharding import relayout as relayout
     from .api.sharding import shard as shard
@@ -49,6 +50,7 @@ _HOMES = {
     "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",
     "position_ids": ".api.sharding",
     "prepare_hf_model": ".adapters",
+    "prepare": ".api.preparing",
     "relayout": ".api.sharding",
     "set_rotate_method": ".api.torch_context_parallel",
     "shard": ".api.sharding",

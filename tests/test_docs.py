@@ -107,7 +107,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     for name in imported:
         sys.modules.pop(name, None)
     kernels.load_kernel.cache_clear()
-    prepare._planned.cache_clear()
+    prepare._plans.clear()
 
 
 RULES = [
@@ -299,7 +299,8 @@ def run_sharding(rank: int, world_size: int, code: str, qkv: list[Tensor]) -> An
 
 def test_the_sharding_example_runs(ranks: Callable[[int], Ranks]) -> None:
     qkv = [torch.randn(20, 4, 8, dtype=torch.float64) for _ in range(3)]
-    results = ranks(2).run(run_sharding, block("docs/usage.md", "sharding"), qkv)
+    code = "\n".join(block("docs/usage.md", name) for name in ("sharding", "prepare"))
+    results = ranks(2).run(run_sharding, code, qkv)
     cu_seqlens = [0, 5, 7, 20]
     expected, _ = oracle(*qkv, Rules(causal=True), cu_seqlens, cu_seqlens)
     starts = torch.tensor(cu_seqlens)

@@ -50,7 +50,7 @@ def shard(
         The rank's tokens in local order, a new tensor. Differentiable.
     """
     dim = _token_dim(dim, cu_seqlens, x)
-    rank, world_size = _who(rank, world_size, group)
+    rank, world_size = which_rank(rank, world_size, group)
     where = f"x in dim = {dim}"
     problem = _problem(layout, cu_seqlens, cu_seqlens_q, x.shape[dim], world_size, where)
     return x.index_select(dim, torch.tensor(_tokens(problem, rank), device=x.device).long())
@@ -276,7 +276,7 @@ def position_ids(
     device = checks.check_device("device", device)
     if device is None and isinstance(cu_seqlens, Tensor):
         device = cu_seqlens.device
-    rank, world_size = _who(rank, world_size, group)
+    rank, world_size = which_rank(rank, world_size, group)
     problem = _problem(layout, cu_seqlens, cu_seqlens_q, seqlen, world_size)
     held = problem.spans(Side.KEY, rank)
     positions = [position for span in held for position in span.positions]
@@ -295,7 +295,8 @@ def _token_dim(dim: int | None, cu_seqlens: CuSeqlens | None, x: Tensor) -> int:
     return dim
 
 
-def _who(rank: int | None, world_size: int | None, group: Group | None) -> tuple[int, int]:
+def which_rank(rank: int | None, world_size: int | None, group: Group | None) -> tuple[int, int]:
+    """Rank and world size: those of a group unless both are given."""
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank = {rank} and world_size = {world_size}: give both or neither")
     if rank is None or world_size is None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import comm
+from ..cache import Cache
 from ..kernels.base import Call, check_kernel, choose_kernel
 from ..plan.buffers import BufferPlan
 from ..plan.build import make_plan
@@ -80,7 +81,7 @@ def prepare(
     do not.
     """
     pool = pool or Pool()
-    ranks = tuple(LocalRank(*_planned(route, problem, rank), pool) for rank in shards)
+    ranks = tuple(LocalRank(*planned(route, problem, rank), pool) for rank in shards)
     for local, (q, k, _) in zip(ranks, shards.values(), strict=True):
         _check_shard(problem, local, q, k)
     if grad is None:
@@ -92,12 +93,24 @@ def prepare(
     return PreparedCall(ranks, choose_kernel(opts.kernel, call), call, ends, where)
 
 
-@functools.lru_cache(maxsize=64)  # plans of long packs are large; layers and backward share them
-def _planned(route: str, problem: Problem, rank: int) -> tuple[BufferPlan, BufferPlan]:
-    # The cache keeps the problem it is asked with; so plan with one that can go.
-    asked = replace(problem)
-    forward, backward = (make_plan(route, asked, rank, direction) for direction in (False, True))
-    return BufferPlan(forward, asked), BufferPlan(backward, asked)
+Plans = tuple[BufferPlan, BufferPlan]  # forward, backward
+
+# Layers and backward passes share them. Those of old packs go; long packs have large plans.
+_plans: Cache[tuple[str, Problem, int], Plans] = Cache(
+    64, weigh=lambda plans: sum(plan.pieces for plan in plans), most=1 << 20
+)
+
+
+def planned(route: str, problem: Problem, rank: int) -> Plans:
+    """Both plans of a rank; made once, whatever thread asks first."""
+
+    def make() -> Plans:
+        # The cache keeps the problem it is asked with; so plan with one that can go.
+        asked = replace(problem)
+        forward, backward = (make_plan(route, asked, rank, way) for way in (False, True))
+        return BufferPlan(forward, asked), BufferPlan(backward, asked)
+
+    return _plans.get_or_make((route, problem, rank), make)
 
 
 def _check_shard(problem: Problem, local: LocalRank, q: Tensor, k: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 
 from .problem import Problem
@@ -122,6 +123,14 @@ class BufferPlan:
             _packed([move(transfer) for transfer in step.transfers], self.plan.rank)
             for step in self.plan.steps
         ]
+
+    @cached_property
+    def pieces(self) -> int:
+        """Tiles, spans and ranges of rows: what its size in memory goes by."""
+        tiles = sum(len(work.tiles) for step in self.plan.steps for work in step.work)
+        spans = sum(len(found.spans) for found in self.arrangements.values())
+        rows = sum(len(m.of_shard) + len(m.of_slot) for moves in self.moves for m in moves)
+        return tiles + spans + rows
 
     def rows(self, slot: Slot) -> int:
         arrangement = self._arrangement(slot)

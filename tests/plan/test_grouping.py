@@ -26,7 +26,7 @@ from ring_flash_attn.comm.base import Message, VirtualTransport
 from ring_flash_attn.engine import attention
 from ring_flash_attn.engine.entry import Options, make_problem
 from ring_flash_attn.engine.executor import Field
-from ring_flash_attn.engine.prepare import _planned, prepare
+from ring_flash_attn.engine.prepare import _plans, prepare
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
 from ring_flash_attn.plan import layout as layouts
@@ -110,9 +110,9 @@ def test_many_ranks_agree_with_the_oracle(layout: str, world_size: int) -> None:
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
     """Plans of other tests have another order of rows, maybe, and so have ours for them."""
-    _planned.cache_clear()
+    _plans.clear()
     yield
-    _planned.cache_clear()
+    _plans.clear()
 
 
 @pytest.mark.parametrize("by_document", [False, True])
