@@ -13,6 +13,7 @@ from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
 from ..engine.gather import check_grad, gather
 from ..engine.relayout import prepare_relayout, relayout_on_group, run_relayout
+from ..engine.tokens import held_positions, held_tokens, order_of_shards
 from ..plan.layout import Layout, get_layout
 from ..plan.problem import Problem
 from ..plan.steps import Side
@@ -53,7 +54,7 @@ def shard(
     rank, world_size = which_rank(rank, world_size, group)
     where = f"x in dim = {dim}"
     problem = _problem(layout, cu_seqlens, cu_seqlens_q, x.shape[dim], world_size, where)
-    return x.index_select(dim, torch.tensor(_tokens(problem, rank), device=x.device).long())
+    return x.index_select(dim, held_tokens(problem, rank, x.device))
 
 
 def unshard(
@@ -115,9 +116,7 @@ def unshard(
         problem = _problem(layout, cu_seqlens, cu_seqlens_q, total, len(x), where)
         for rank, part in enumerate(x):
             _check_size(problem, rank, part, dim)
-    tokens = [token for rank in range(len(x)) for token in _tokens(problem, rank)]
-    order = torch.tensor(tokens, device="cpu").long().argsort()
-    return torch.cat(list(x), dim).index_select(dim, order.to(x[0].device))
+    return torch.cat(list(x), dim).index_select(dim, order_of_shards(problem, x[0].device))
 
 
 @overload
@@ -278,9 +277,8 @@ def position_ids(
         device = cu_seqlens.device
     rank, world_size = which_rank(rank, world_size, group)
     problem = _problem(layout, cu_seqlens, cu_seqlens_q, seqlen, world_size)
-    held = problem.spans(Side.KEY, rank)
-    positions = [position for span in held for position in span.positions]
-    return torch.tensor(positions, dtype=torch.int64, device=device)
+    device = torch.empty(0, device=device).device  # with its number; the default one if None
+    return held_positions(problem, rank, device).clone()
 
 
 def _token_dim(dim: int | None, cu_seqlens: CuSeqlens | None, x: Tensor) -> int:
@@ -332,11 +330,6 @@ def _problem(
                 f"cu_seqlens_q delimits {len(queries)} documents, cu_seqlens {len(lengths)}"
             )
     return Problem(get_layout(layout), queries, lengths, world_size, Mask())
-
-
-def _tokens(problem: Problem, rank: int) -> list[int]:
-    """Places in the stream of the rank's tokens, in local order."""
-    return [token for span in problem.spans(Side.KEY, rank) for token in span.tokens]
 
 
 def _check_size(problem: Problem, rank: int, x: Tensor, dim: int) -> None:

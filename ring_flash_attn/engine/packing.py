@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,13 +16,19 @@ _tables: DeviceCache[Tensor] = DeviceCache()  # 8 bytes a row
 
 def row_numbers(packing: Packing, device: torch.device) -> Tensor:
     """Of its rows, in the order of the messages; made once for a plan."""
-
-    def make() -> Tensor:
-        runs = [(rows.start, rows.step, len(rows)) for rows in packing.rows]
-        starts, steps, counts = torch.tensor(runs, dtype=torch.int64, device="cpu").T
-        firsts = starts - steps * (counts.cumsum(0) - counts)
-        places = torch.arange(packing.total, device="cpu")
-        numbers = firsts.repeat_interleave(counts) + steps.repeat_interleave(counts) * places
-        return to_device(numbers, device)
-
+    make = functools.partial(_copied, packing, device)
     return _tables.get(packing, device, None, make)
+
+
+def _copied(packing: Packing, device: torch.device) -> Tensor:
+    return to_device(numbers_of(packing.rows), device)
+
+
+def numbers_of(rows: Sequence[range]) -> Tensor:
+    """All numbers of some ranges, range after range, on the CPU."""
+    runs = [(each.start, each.step, len(each)) for each in rows]
+    total = sum(count for _, _, count in runs)  # not asked of a tensor, which may be a fake one
+    starts, steps, counts = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 3).T
+    firsts = starts - steps * (counts.cumsum(0) - counts)
+    firsts, steps = (each.repeat_interleave(counts, output_size=total) for each in (firsts, steps))
+    return firsts + steps * torch.arange(total, device="cpu")

@@ -37,13 +37,19 @@ class _Entry(Generic[Made]):
 class DeviceCache(Generic[Made]):
     """What was made for plans, which hand out the same objects each time: it goes by identity.
 
-    It holds the newest, and what a CUDA graph reads, since that may be replayed at any time.
+    It holds the newest (by number and weight, as `Cache` does), and what a CUDA graph reads, since
+    that may be replayed at any time.
     Any stream may use an entry: it waits for the copies that another stream has queued, and memory
     is released when all streams that use it are done.
     """
 
-    def __init__(self, most: int = _MOST) -> None:
-        self._newest: Cache[tuple[object, ...], _Entry[Made]] = Cache(most, self._retire)
+    def __init__(
+        self, most: int = _MOST, weigh: Callable[[Made], int] | None = None, heaviest: int = 0
+    ) -> None:
+        weight = None if weigh is None else lambda entry: weigh(entry.made)
+        self._newest: Cache[tuple[object, ...], _Entry[Made]] = Cache(
+            most, self._retire, weight, heaviest
+        )
         self._of_graphs: dict[tuple[object, ...], _Entry[Made]] = {}
         self._retired: list[tuple[list[torch.cuda.Event], _Entry[Made]]] = []
         self._lock = Lock()

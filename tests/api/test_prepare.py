@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ring_flash_attn import prepare, virtual_ring_attention
+from ring_flash_attn import position_ids, prepare, virtual_ring_attention
 from ring_flash_attn.engine import prepare as engine
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
@@ -84,31 +85,38 @@ def test_threads_prepare_each_pack_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(made.values()) == {1}
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_memory_stays_flat_over_many_packs(count: int) -> None:
-    """Traced after a tenth of them, when all caches are full, and at the end."""
+def traced() -> int:
+    """Bytes that Python has allocated since tracing began."""
+    return tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "most"),
+    [
+        (300, traced, 1 << 20),  # bytes; 64 plans have less
+        pytest.param(10_000, sys.getallocatedblocks, 10_000, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_stays_flat_over_many_packs(
+    count: int, size: Callable[[], int], most: int, request: pytest.FixtureRequest
+) -> None:
+    """Measured when all caches are full, and at the end."""
     draw = random.Random(1)
 
-    def prepare_one() -> None:
-        pack = [0, *accumulate(draw.randint(1, 60) for _ in range(3))]
-        prepare(pack, layout="zigzag", route="ring", nheads_k=2, rank=1, world_size=2)
+    def prepare_some(number: int) -> int:
+        for _ in range(number):
+            pack = [0, *accumulate(draw.randint(1, 60) for _ in range(3))]
+            prepare(pack, layout="zigzag", route="ring", nheads_k=2, rank=1, world_size=2)
+            position_ids("zigzag", cu_seqlens=pack, rank=1, world_size=2)
+        gc.collect()
+        return size()
 
-    for _ in range(100):
-        prepare_one()
-    tracemalloc.start()
-    try:
-        for _ in range(count // 10):
-            prepare_one()
-        gc.collect()
-        before, _ = tracemalloc.get_traced_memory()
-        for _ in range(count):
-            prepare_one()
-        gc.collect()
-        after, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    if size is traced:
+        request.addfinalizer(tracemalloc.stop)
+        tracemalloc.start()
+    before = prepare_some(300)
+    assert prepare_some(count) - before < most
     assert len(engine._plans) == 64
-    assert after - before < 1 << 20, "64 plans have less than a megabyte"
 
 
 @pytest.mark.parametrize(
