@@ -358,14 +358,20 @@ def _shape(fields: Fields, size: int, batch: int, heads: Heads) -> torch.Size:
 
 def _views(fields: Fields, buffers: Sequence[Tensor]) -> Views:
     """Rows-first buffers → what kernels see."""
-    if len(buffers) < len(fields):  # side by side
-        (buffer,) = buffers
-        flat = buffer.flatten(2)
-        per_head = [field.heads * (field.headdim or 1) for field in fields]
-        count = flat.shape[2] // sum(per_head)
-        parts = flat.split([count * width for width in per_head], dim=2)
-        buffers = [p.unflatten(2, (-1, f.headdim or 1)) for p, f in zip(parts, fields, strict=True)]
-    return tuple(field.view(buffer) for field, buffer in zip(fields, buffers, strict=True))
+    if len(buffers) == len(fields):
+        return tuple(field.view(buffer) for field, buffer in zip(fields, buffers, strict=True))
+    (buffer,) = buffers  # side by side: strides at once, as each operation costs the host its time
+    size, batch, count, last = buffer.shape
+    width, place = count * last, buffer.storage_offset()
+    heads = width // sum(field.heads * (field.headdim or 1) for field in fields)
+    found = []
+    for field in fields:
+        assert field.headdim is not None, "a number a row is a message of its own"
+        nheads, headdim = heads * field.heads, field.headdim
+        shape, strides = (batch, size, nheads, headdim), (width, batch * width, headdim, 1)
+        found.append(buffer.as_strided(shape, strides, place))
+        place += nheads * headdim
+    return tuple(found)
 
 
 def _side_by_side(fields: Fields, home: Views) -> Tensor | None:

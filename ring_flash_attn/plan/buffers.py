@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 from .problem import Problem
 from .rows import Arrangement, Packing, Rows
@@ -15,8 +16,7 @@ from .tiles import Tile
 FEW_PARTS = 8  # of rows that lie apart: so many additions cost less than row numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Where shards lie: the buffer of `owners`, for some heads of one side."""
 
     payload: Payload

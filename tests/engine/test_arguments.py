@@ -363,6 +363,18 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     right = {"cu_seqlens": cu.int(), "causal": True, **one}
     yield "prepare", Case(prepare, right, tuple(right), {**WHO, "cu_seqlens": offsets})
 
+    prepare = ring_flash_attn.prepare
+    right = {"cu_seqlens": cu, "layout": "zigzag", "route": "ring", "nheads_k": 2, **one}
+    right |= {"causal": True, "window_size": (1, 1), "sources_per_launch": 2, "group": None}
+    kinds = {"cu_seqlens": Kind({"range": [0, 1]}, offsets_like, offsets_unlike), **WHO}
+    kinds["nheads_k"] = Kind(ONES, integers_like, integers_unlike)
+    kinds |= {"sources_per_launch": Kind({**NOTHING, **ONES}), "group": Kind(NOTHING)}
+    yield "prepare ahead", Case(prepare, right, tuple(right), kinds)
+    more = {"cu_seqlens_k": MAYBE_OFFSETS, "heads_k_stride": Kind({**NOTHING, **ONES})}
+    right = {**right, "route": "all_gather", "sources_per_launch": None}
+    right |= {"cu_seqlens_k": cu, "heads_k_stride": 2}
+    yield "prepare ahead, keys", Case(prepare, right, tuple(more), more)
+
     update = ring_flash_attn.update_ring_flash_attn_params
     right = {"cu_seqlens": cu, "process_group": None}
     kinds = {"cu_seqlens": Kind({"range": [0, 1]}, offsets_like, offsets_unlike)}
