@@ -12,7 +12,7 @@ from ..plan.layout import Layout
 from .sharding import which_rank
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from ..comm import Group
 
 
 def prepare(
@@ -28,7 +28,7 @@ def prepare(
     window_size: tuple[int, int] = (-1, -1),
     rank: int | None = None,
     world_size: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> None:
     """Plan a pack before the step that has it, so that `ring_attention` finds the plans ready.
 
