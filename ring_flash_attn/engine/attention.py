@@ -16,11 +16,12 @@ from ..comm import Transport
 from ..kernels.base import Call, Grads, Kernel, Saved, State, as_block, as_direct
 from ..kernels.merge import merge
 from ..plan.buffers import BufferPlan, SingleLaunch
-from ..plan.steps import Payload, Side, Work
+from ..plan.steps import Payload, Side
 from ..trace import span
 from .checks import autocast_dtype
-from .executor import Executor, Field, Pool, Views, run_steps
+from .executor import Executor, Pool, Program, RunKernel, Views, run_steps
 from .host_copy import raise_if_stale
+from .lowering import Field, Payloads, lower
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -301,14 +302,14 @@ class _ForwardPass:
     def __init__(
         self, prepared: PreparedCall, local: LocalRank, shard: QKV, sink: Tensor | None
     ) -> None:
-        q, k, v = shard
+        self._q, *self._kv = shard
         self._kernel, self._call, self._sink = prepared.kernel, prepared.call, sink
-        self.buffer_plan, self.pool = local.forward, local.pool
-        self._inputs: dict[Side, Views] = {Side.QUERY: (q,), Side.KEY: (k, v)}
+        self.buffer_plan, self.pool, self.device = local.forward, local.pool, self._q.device
+        self.program = _lowered(self.buffer_plan, _forward_payloads, prepared, len(self._q))
 
     def home(self, payload: Payload, side: Side) -> Views:
         if payload is Payload.INPUT:
-            return self._inputs[side]
+            return (self._q,) if side is Side.QUERY else tuple(self._kv)
         assert side is Side.QUERY, "keys have no result"
         return self.state.out, self.state.lse
 
@@ -317,23 +318,20 @@ class _ForwardPass:
         """Of this rank's queries; empty at first."""
         call, complete = self._call, self.buffer_plan.plan.complete
         covered = complete and _needs_no_zeros(self._kernel)
-        (q,) = self._inputs[Side.QUERY]
-        out, lse = _empty_state(q, call, call.state_dtype, self._sink, covered)
+        out, lse = _empty_state(self._q, call, call.state_dtype, self._sink, covered)
         final = complete and call.dtype is not call.state_dtype
         return State(out, lse, torch.empty_like(out, dtype=call.dtype) if final else None)
 
-    def launch(self, work: Work, executor: Executor) -> None:
-        (q,) = executor.shards(Payload.INPUT, work, Side.QUERY)
-        k, v = executor.shards(Payload.INPUT, work, Side.KEY)
-        result = self.state.result
-        if result is not None:
-            result = Field.of(result, self._call.nheads_k).of_heads(result, work.heads)
-        out, lse = executor.shards(Payload.RESULT, work, Side.QUERY)
-        state, call = State(out, lse, result), self._call.of_heads(*work.heads)
-        with span("{.name} forward on rank {}", self._kernel, executor.rank):
-            self._kernel.forward(q, k, v, work.tiles, state, call)
+    def launch(self, launch: RunKernel, tensors: Sequence[Tensor]) -> None:
+        q, k, v, out, lse = tensors
+        work, result = launch.work, self.state.result
+        call = self._call.of_heads(*work.heads)
+        if result is not None and call is not self._call:
+            result = result[:, :, call.head_start : call.head_start + call.nheads]
+        with span("{.name} forward on rank {}", self._kernel, self.buffer_plan.plan.rank):
+            self._kernel.forward(q, k, v, work.tiles, State(out, lse, result), call)
 
-    def combine(self, ours: Views, theirs: Views, at: Tensor | None = None) -> None:
+    def combine(self, ours: Views, theirs: Views, at: Tensor | None) -> None:
         assert at is None, "outputs travel whole"
         merge(State(ours[0], ours[1]), theirs[0], theirs[1])
 
@@ -363,49 +361,51 @@ class _BackwardPass:
         saved: Callable[[], Saved],
     ) -> None:
         self._kernel, self._call = prepared.kernel, prepared.call
-        self.buffer_plan, self.pool = local.backward, local.pool
-        self._writes = _needs_no_zeros(self._kernel)
         self._shard, self._dout, self._saved = shard, dout, saved
-        self._made: dict[tuple[Payload, Side], Views] = {(Payload.INPUT, Side.KEY): shard[1:]}
+        self._blocks = as_block(self._kernel) is not None
+        self.buffer_plan, self.pool, self.device = local.backward, local.pool, dout.device
+        self.program = _lowered(self.buffer_plan, _backward_payloads, prepared, len(dout))
 
     def home(self, payload: Payload, side: Side) -> Views:
-        if (payload, side) not in self._made:
-            self._made[payload, side] = self._make(payload, side)
-        return self._made[payload, side]
-
-    def _make(self, payload: Payload, side: Side) -> Views:
         q, k, v = self._shard
-        if payload is Payload.INPUT:
-            saved = self._saved()
-            last = saved.delta if saved.out is None else saved.out
-            return q, self._dout, saved.lse, last
-        begins = self._writes and self.buffer_plan.begins[side]
-        make = torch.empty if begins else torch.zeros
-        accumulated = (q,) if side is Side.QUERY else (k, v)
-        return tuple(
-            make(x.shape, dtype=self._call.state_dtype, device=x.device) for x in accumulated
-        )
+        if payload is Payload.RESULT:
+            return self._dq if side is Side.QUERY else self._dkv
+        if side is Side.KEY:
+            return k, v
+        saved = self._saved()
+        return q, self._dout, saved.lse, saved.delta if saved.out is None else saved.out
 
-    def launch(self, work: Work, executor: Executor) -> None:
-        q, dout, lse, delta_or_out = executor.shards(Payload.INPUT, work, Side.QUERY)
-        k, v = executor.shards(Payload.INPUT, work, Side.KEY)
-        fresh_q, fresh_k = (self._writes and executor.is_fresh(work, side) for side in Side)
-        (dq,) = executor.shards(Payload.RESULT, work, Side.QUERY)
-        dk, dv = executor.shards(Payload.RESULT, work, Side.KEY)
+    @functools.cached_property
+    def _dq(self) -> Views:
+        return self._accumulators(Side.QUERY, self._shard[:1])
+
+    @functools.cached_property
+    def _dkv(self) -> Views:
+        return self._accumulators(Side.KEY, self._shard[1:])
+
+    def _accumulators(self, side: Side, like: Views) -> Views:
+        begins = self.buffer_plan.begins[side] and _needs_no_zeros(self._kernel)
+        make = torch.empty if begins else torch.zeros
+        dtype, device = self._call.state_dtype, self.device
+        return tuple([make(x.shape, dtype=dtype, device=device) for x in like])
+
+    def launch(self, launch: RunKernel, tensors: Sequence[Tensor]) -> None:
+        q, dout, lse, delta_or_out, k, v, dq, dk, dv = tensors
+        work = launch.work
         call = self._call.of_heads(*work.heads)
-        if as_block(self._kernel) is None:
-            saved = Saved(lse, delta_or_out)
-        else:
+        if self._blocks:
             saved = Saved(lse, lse.new_empty(0), delta_or_out)
-        grads = Grads(dq, dk, dv, fresh_q, fresh_k)
-        with span("{.name} backward on rank {}", self._kernel, executor.rank):
+        else:
+            saved = Saved(lse, delta_or_out)
+        grads = Grads(dq, dk, dv, launch.fresh_q, launch.fresh_k)
+        with span("{.name} backward on rank {}", self._kernel, self.buffer_plan.plan.rank):
             self._kernel.backward(dout, q, k, v, work.tiles, saved, grads, call)
 
-    def combine(self, ours: Views, theirs: Views, at: Tensor | None = None) -> None:
+    def combine(self, ours: Views, theirs: Views, at: Tensor | None) -> None:
         with span("add gradients"):
             for mine, other in zip(ours, theirs, strict=True):
                 if at is None:
-                    mine += other
+                    mine.add_(other)
                 else:
                     mine.index_copy_(1, at, mine.index_select(1, at).add_(other))
 
@@ -415,6 +415,66 @@ class _BackwardPass:
 
     def result(self) -> QKV:
         """dq, dk, dv of this rank's shards, in the user's dtype."""
-        (dq,) = self.home(Payload.RESULT, Side.QUERY)
-        dk, dv = self.home(Payload.RESULT, Side.KEY)
+        (dq,), (dk, dv) = self._dq, self._dkv
         return dq.to(self._call.dtype), dk.to(self._call.dtype), dv.to(self._call.dtype)
+
+
+_MOST_LOWERED = 8  # of a plan: kinds of tensors
+
+
+def _lowered(
+    buffer_plan: BufferPlan,
+    payloads: Callable[[Call, bool], Payloads],
+    prepared: PreparedCall,
+    batch: int,
+) -> Program:
+    """What a pass does, for tensors of these shapes; worked out once for a plan."""
+    call, blocks = prepared.call, as_block(prepared.kernel) is not None
+    writes = _needs_no_zeros(prepared.kernel)
+    key = batch, call.nheads, call.headdim, call.headdim_v, call.dtype, blocks, writes
+    found: Program | None = buffer_plan.lowered.get(key)
+    if found is None:
+        found = lower(buffer_plan, payloads(call, blocks), batch, writes)
+        if len(buffer_plan.lowered) >= _MOST_LOWERED:
+            buffer_plan.lowered.clear()
+        buffer_plan.lowered[key] = found
+    return found
+
+
+def _forward_payloads(call: Call, blocks: bool) -> Payloads:
+    """What `_ForwardPass.home` has."""
+    group, dtype, state = call.nheads // call.nheads_k, call.dtype, call.state_dtype
+    return {
+        (Payload.INPUT, Side.QUERY): (Field(group, call.headdim, dtype),),
+        (Payload.INPUT, Side.KEY): (
+            Field(1, call.headdim, dtype),
+            Field(1, call.headdim_v, dtype),
+        ),
+        (Payload.RESULT, Side.QUERY): (
+            Field(group, call.headdim_v, state),
+            Field(group, None, state),
+        ),
+    }
+
+
+def _backward_payloads(call: Call, blocks: bool) -> Payloads:
+    """What `_BackwardPass.home` has."""
+    group, dtype, state = call.nheads // call.nheads_k, call.dtype, call.state_dtype
+    out, row = Field(group, call.headdim_v, dtype), Field(group, None, state)
+    return {
+        (Payload.INPUT, Side.QUERY): (
+            Field(group, call.headdim, dtype),
+            out,
+            row,
+            out if blocks else row,
+        ),
+        (Payload.INPUT, Side.KEY): (
+            Field(1, call.headdim, dtype),
+            Field(1, call.headdim_v, dtype),
+        ),
+        (Payload.RESULT, Side.QUERY): (Field(group, call.headdim, state),),
+        (Payload.RESULT, Side.KEY): (
+            Field(1, call.headdim, state),
+            Field(1, call.headdim_v, state),
+        ),
+    }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .problem import Problem
 from .rows import Arrangement, Packing, Rows
@@ -68,10 +69,11 @@ class BufferPlan:
         begins: for each side, whether the first launches on this rank's own results name every row
             of every head, before anything else is added.
         single_launch: the launch, if there is one for all and nothing to send.
+        lowered: what the engine makes of it for tensors of some shapes; goes with the plan.
     """
 
     def __init__(self, plan: Plan, problem: Problem) -> None:
-        self.plan = plan
+        self.plan, self.nheads_k = plan, problem.nheads_k
         launches = [work for step in plan.steps for work in step.work]
         whole = {(t.side, t.owner) for step in plan.steps for t in step.transfers if not t.cut}
         whole |= {(s, w.owners(s)[0]) for w in launches for s in Side if len(w.owners(s)) == 1}
@@ -92,7 +94,8 @@ class BufferPlan:
         self.moves = self._find_moves(problem)
         self.last_use = self._find_last_use()
         self.own = self._find_own()
-        self.begins = {side: self._begins(side, problem.nheads_k) for side in Side}
+        self.begins = {side: self._begins(side) for side in Side}
+        self.lowered: dict[Hashable, Any] = {}
         self.single_launch: SingleLaunch | None = None
         if len(launches) == 1 and not any(step.transfers for step in plan.steps):
             (work,) = launches
@@ -154,7 +157,7 @@ class BufferPlan:
             self._covers[key] = sum(rows.values()) == self.rows(slot)
         return self._covers[key]
 
-    def _begins(self, side: Side, nheads_k: int) -> bool:
+    def _begins(self, side: Side) -> bool:
         rank, begun = self.plan.rank, set()
         for step in self.plan.steps:
             results = [
@@ -171,7 +174,7 @@ class BufferPlan:
                     begun.add(work.heads)
             if any(t.heads not in begun for t in results):
                 return False
-        return sum(end - start for start, end in begun) == nheads_k
+        return sum(end - start for start, end in begun) == self.nheads_k
 
     def _find_own(self) -> dict[tuple[Side, Heads], tuple[slice, int]]:
         rank, found = self.plan.rank, dict[tuple[Side, Heads], tuple[slice, int]]()

@@ -1,37 +1,44 @@
-"""Buffers in which the fields of a row lie side by side, as kernels see them."""
+"""Buffers whose fields lie side by side, as messages take them and as kernels see them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ring_flash_attn.engine.executor import Field, _shape, _views
+from ring_flash_attn.engine.lowering import Buffer, Field
 
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("headdims", [(8, 8), (24, 16), (6, 4, 10)])
+@pytest.mark.parametrize("headdims", [(8, 8), (24, 16), (6, 4, 10), (8, 1)])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("size", [0, 1, 5])
-def test_fields_that_lie_side_by_side(size: int, batch: int, headdims: tuple[int, ...]) -> None:
-    """Column after column of each row: where splitting the rows finds them, without a copy."""
+@pytest.mark.parametrize("rows", [range(0), range(1, 2), range(5), range(2, 5)])
+def test_fields_that_lie_side_by_side(rows: range, batch: int, headdims: tuple[int, ...]) -> None:
+    """Column after column of each row: where splitting the rows finds them."""
     fields = tuple(Field(n + 1, headdim, BF16) for n, headdim in enumerate(headdims))
-    heads = (2, 4)
-    shape = _shape(fields, size, batch, heads)
-    whole = torch.randn(size + 2, *shape[1:]).to(BF16)
-    buffer = whole[2:]  # a part of a larger one
-    found = _views(fields, (buffer,))
-    column, rows = 0, buffer.flatten(2)
-    for field, view in zip(fields, found, strict=True):
+    buffer = Buffer(0, fields, 5, batch, (2, 4))
+    memory = torch.arange(5 * batch * buffer.width)
+    whole = memory.view(5, batch, buffer.width)
+    stored = memory.as_strided(*buffer.stored(rows))
+    assert stored.is_contiguous()
+    assert torch.equal(stored.flatten(2), whole[rows.start : rows.stop])
+    column = 0
+    for number, field in enumerate(fields):
         assert field.headdim is not None
         nheads = 2 * field.heads
         width = nheads * field.headdim
-        part = rows[:, :, column : column + width].unflatten(2, (nheads, field.headdim))
-        expected = part.transpose(0, 1)
-        assert view.shape == (batch, size, nheads, field.headdim)
-        assert torch.equal(view, expected)
-        strides = zip(view.shape, view.stride(), expected.stride(), strict=True)
-        assert not size or all(n < 2 or ours == theirs for n, ours, theirs in strides)
-        assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        part = whole[rows.start : rows.stop, :, column : column + width]
+        expected = part.unflatten(2, (nheads, field.headdim)).transpose(0, 1)
+        seen = memory.as_strided(*buffer.seen(number, rows))
+        assert seen.shape == (batch, len(rows), nheads, field.headdim)
+        assert torch.equal(seen, expected)
         column += width
-    assert column == rows.shape[2]
+    assert column == buffer.width
+
+
+def test_a_number_for_each_row() -> None:
+    buffer = Buffer(0, (Field(3, None, torch.float32),), 5, 2, (1, 3))
+    memory = torch.arange(5 * 2 * 6)
+    seen = memory.as_strided(*buffer.seen(0, range(1, 4)))
+    assert torch.equal(seen, memory.view(5, 2, 6)[1:4].permute(1, 2, 0))
+    assert memory.as_strided(*buffer.stored(range(1, 4))).shape == (3, 2, 6)

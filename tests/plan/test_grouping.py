@@ -23,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_flash_attn import ring_attention, virtual_ring_attention
 from ring_flash_attn.comm import distributed
 from ring_flash_attn.comm.base import Message, VirtualTransport
-from ring_flash_attn.engine import attention
+from ring_flash_attn.engine import attention, executor
 from ring_flash_attn.engine.entry import Options, make_problem
-from ring_flash_attn.engine.executor import Field
 from ring_flash_attn.engine.prepare import _plans, prepare
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
@@ -147,14 +146,14 @@ def test_shards_need_not_be_in_order(
 def test_whole_shards_are_copied_only_if_they_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """From neighbour to neighbour; rows of a batch do not lie behind each other."""
     copied = []
-    rows_first = Field.rows_first
+    rows_first = executor.rows_first
 
-    def spy(field: Field, tensor: Tensor) -> Tensor:
-        found = rows_first(field, tensor)
+    def spy(tensor: Tensor) -> Tensor:
+        found = rows_first(tensor)
         copied.append(found.numel() if found.data_ptr() != tensor.data_ptr() else 0)
         return found
 
-    monkeypatch.setattr(Field, "rows_first", spy)
+    monkeypatch.setattr(executor, "rows_first", spy)
     for batch, rows in ((2, 8), (1, 0)):
         q, k, v = torch.randn(3, batch, 40, 2, 4)
         copied.clear()

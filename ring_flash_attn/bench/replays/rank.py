@@ -66,23 +66,23 @@ class ReplayedRank:
 
 
 class PersistentPool(Pool):
-    """Buffers that stay, and serve every pass; `most` has bytes in use at once since a clear."""
+    """Arenas that stay, and serve every pass; `most` has bytes in use at once since a clear."""
 
     def __init__(self) -> None:
-        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.most: dict[torch.dtype, int] = {}
         self._used: Counter[torch.dtype] = Counter()
 
-    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        free = self.free.get((shape, dtype))
-        buffer = free.pop() if free else super().take(shape, dtype, device)
-        self._used[dtype] += buffer.nbytes
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        free = self.free.get((size, dtype))
+        arena = free.pop() if free else super().take(size, dtype, device)
+        self._used[dtype] += arena.nbytes
         self.most[dtype] = max(self.most.get(dtype, 0), self._used[dtype])
-        return buffer
+        return arena
 
-    def give(self, buffer: Tensor) -> None:
-        self._used[buffer.dtype] -= buffer.nbytes
-        self.free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+    def give(self, arena: Tensor) -> None:
+        self._used[arena.dtype] -= arena.nbytes
+        self.free.setdefault((len(arena), arena.dtype), []).append(arena)
 
 
 class LibraryRanks:
