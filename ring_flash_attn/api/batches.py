@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ..engine import checks
 from ..engine.checks import document_lengths
-from ..plan.layout import Layout, SplitLayout, spans
+from ..engine.tokens import held_tokens
+from ..plan.layout import Layout, SplitLayout
+from ..plan.problem import Problem
+from ..plan.tiles import Mask
 
 if TYPE_CHECKING:
     from .context_parallel import ContextParallel
@@ -106,16 +109,18 @@ class Stream:
     def spread(
         self, layout: Layout, rank: int, world_size: int, cp: ContextParallel
     ) -> tuple[BatchDocuments, Tensor]:
-        """What attention has to know, and the places in the stream of the rank's tokens."""
-        held = [
-            token for span in spans(layout, self.lengths, rank, world_size) for token in span.tokens
-        ]
+        """What attention has to know, and the places in the stream of the rank's tokens.
+
+        They are shared by all that ask: do not write to them.
+        """
+        problem = Problem(layout, self.lengths, self.lengths, world_size, Mask())
+        held = held_tokens(problem, rank, self.source.device)
         offsets = (0, *accumulate(self.lengths)) if self.packed else None
         total = len(self.source)
         documents = BatchDocuments(
             layout, offsets, total, len(held), self.shape, self.source, self.causal_only, cp
         )
-        return documents, torch.tensor(held, dtype=torch.int64)
+        return documents, held
 
 
 def read_stream(batch: Mapping[str, Any]) -> Stream:
