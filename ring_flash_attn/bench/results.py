@@ -259,6 +259,19 @@ def mib(size: int | None, missing: str = MISSING) -> str:
     return cell(size, ".1f", missing, per=2**20)
 
 
+HOST_WAITS = "*: the host takes longer than the device, which waits for it where it has no lead."
+
+
+def host_cell(host_ms: float, ms: float) -> str:
+    """The host's time beside the device's, marked where it is the limit."""
+    return f"{host_ms:.3f}{host_mark(host_ms, ms)}"
+
+
+def host_mark(host_ms: float, ms: float, share: float = 1.0) -> str:
+    """Marks a time of the device if the host took more than this share of it to queue its work."""
+    return "*" if host_ms > share * ms else ""
+
+
 def run_times(row: Row) -> dict[str, float]:
     """The fastest, mean, median and slowest run of a row that was timed, in ms."""
     runs = row.samples_ms

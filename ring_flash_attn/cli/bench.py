@@ -17,6 +17,7 @@ from ..bench.results import (
     BENCH,
     CANNOT,
     COMPARE,
+    HOST_WAITS,
     MISSING,
     ON_CPU,
     Peak,
@@ -24,6 +25,7 @@ from ..bench.results import (
     Row,
     beside,
     check_output,
+    host_cell,
     least,
     make_table,
     mib,
@@ -60,6 +62,7 @@ def bench(
     dtype: o.Dtype = None,
     preset: o.Preset = None,
     kernel: Implementation = AUTO,
+    host: o.Host = False,
     repeats: o.Repeats = None,
     no_grad: o.NoGrad = False,
     device: o.Device = None,
@@ -73,6 +76,7 @@ def bench(
     rfa bench --preset llama3-8b
     rfa bench --seqlen 512,1024,2048,4096 --nheads 16 --headdim 128 --causal
     rfa bench --preset 8k --kernel "SDPA cuDNN" --no-grad --json 8k.json
+    rfa bench --seqlen 128,512,2048 --host
     """
     from ..bench.machine import find_device
 
@@ -93,7 +97,7 @@ def bench(
         {"repeats": o.repeats_on(where, repeats)},
         json_file,
         grad=grad,
-        at_end=lambda results: _show_sweep(console, results, workloads),
+        at_end=lambda results: _show_sweep(console, results, workloads, host),
     )
     raise typer.Exit(int(all(row.failed is not None for row in rows)))
 
@@ -131,6 +135,7 @@ def compare(
     errors: Annotated[
         bool, typer.Option("--errors/--no-errors", help="Compare results with fp64.")
     ] = True,
+    host: o.Host = False,
     repeats: o.Repeats = None,
     graphs: o.Graphs = False,
     no_grad: o.NoGrad = False,
@@ -189,7 +194,7 @@ def compare(
         base = find_implementation(versus, workload, where, grad).name if versus else None
         bases = {row.passes: row for row in rows if row.implementation == base}
         rows = [beside(row, bases[row.passes]) for row in rows] if bases else rows
-        _show_comparison(console, workload, rows, base)
+        _show_comparison(console, workload, rows, base, host)
         if base is not None:
             ran = [row for row in rows if row.failed is None or row.implementation == base]
             judged = rows if names else ran
@@ -216,6 +221,8 @@ def compare(
     )
     if where.type == "cpu":
         console.print(ON_CPU)
+    elif host:
+        console.print(HOST_WAITS)
     raise typer.Exit(int(not passed or all(row.failed is not None for row in rows)))
 
 
@@ -280,7 +287,9 @@ def _print_failures(console: Console, rows: Sequence[Row]) -> None:
 # One implementation.
 
 
-def _show_sweep(console: Console, results: Results, workloads: Sequence[Workload]) -> None:
+def _show_sweep(
+    console: Console, results: Results, workloads: Sequence[Workload], host: bool
+) -> None:
     names = dict.fromkeys(row.implementation for row in results.rows)
     what = workloads[0] if len(workloads) == 1 else f"{len(workloads)} workloads"
     print_lines(console, (f"{', '.join(names)} on {results.device}", what))
@@ -288,19 +297,20 @@ def _show_sweep(console: Console, results: Results, workloads: Sequence[Workload
     varying = [name for name in values[0] if any(v[name] != values[0][name] for v in values)]
     shares = ("% of matmul", "verdict") if results.peak else ()
     times = ("min ms", "avg ms", "median ms", "max ms", "TFLOP/s peak", "avg")
-    table = make_table((*varying, "pass"), (*times, *shares, "MiB"))
+    own = ("host ms",) if host else ()
+    table = make_table((*varying, "pass"), (*times, *own, *shares, "MiB"))
     for column in table.columns[: len(varying)]:
         column.justify = "right"
     for row in results.rows:
         sizes = (str(row.workload[name]) for name in varying)
-        table.add_row(*sizes, row.passes, *_cells(row, results))
+        table.add_row(*sizes, row.passes, *_cells(row, results, host))
     console.print(table)
     _print_failures(console, results.rows)
-    print_lines(console, _notes(results))
+    print_lines(console, _notes(results, host))
 
 
-def _cells(row: Row, results: Results) -> list[str]:
-    """Times, rates of the fastest run and on average, share of the peak, verdict, memory."""
+def _cells(row: Row, results: Results, host: bool) -> list[str]:
+    """Times, rates of the fastest run and on average, the host's time, shares, memory."""
     from ..bench.machine import rate_verdict
 
     if row.failed is not None or row.ms is None or row.tflops is None:
@@ -308,6 +318,8 @@ def _cells(row: Row, results: Results) -> list[str]:
     times, work = run_times(row), row.tflops * row.ms
     cells = [f"{ms:.3f}" for ms in times.values()]
     cells += [f"{work / times[name]:.4g}" for name in ("min", "avg")]
+    if host:
+        cells.append(host_cell(row.values["host_ms"], row.ms))
     if results.peak:
         peak = Peak(**results.peak)
         verdict = rate_verdict(row.passes, row.tflops, results.device, peak)
@@ -315,7 +327,7 @@ def _cells(row: Row, results: Results) -> list[str]:
     return [*cells, mib(row.peak_bytes)]
 
 
-def _notes(results: Results) -> Iterator[object]:
+def _notes(results: Results, host: bool) -> Iterator[object]:
     """How to read it."""
     from ..bench.machine import machine_verdicts, rate_verdict
 
@@ -331,6 +343,10 @@ def _notes(results: Results) -> Iterator[object]:
         )
         limits = rate_verdict("", 0.0, results.device, peak).limits
         yield f"verdict, of the median run: {limits}."
+    if host:
+        yield "host ms: median time until all of a pass was queued: launches and autograd."
+        if results.machine["kind"] != "cpu":
+            yield HOST_WAITS
     yield (
         "MiB: most memory above inputs, outputs and gradients (backward: with the forward pass); "
         "n/a on the CPU."
@@ -344,7 +360,7 @@ def _notes(results: Results) -> Iterator[object]:
 
 
 def _show_comparison(
-    console: Console, workload: Workload, rows: Sequence[Row], versus: str | None
+    console: Console, workload: Workload, rows: Sequence[Row], versus: str | None, host: bool
 ) -> None:
     """A table of those that ran, who was best, and why the others did not run."""
     print_lines(console, ("", workload))
@@ -353,7 +369,7 @@ def _show_comparison(
         names = [row.implementation for row in ran]
         base = versus or (_BASE if _BASE in names else names[0])
         tried = [row for row in rows if not (row.failed or "").startswith(CANNOT)]
-        console.print(_table(tried, base))
+        console.print(_table(tried, base, host))
         print_lines(console, [f"speed-up: against {base}"])
         for passes in dict.fromkeys(row.passes for row in ran):
             first = least((row for row in ran if row.passes == passes), "ms")
@@ -368,11 +384,12 @@ def _show_comparison(
     _print_failures(console, rows)
 
 
-def _table(rows: Sequence[Row], versus: str) -> Table:
+def _table(rows: Sequence[Row], versus: str, host: bool) -> Table:
     """A row for each implementation that was tried; columns for each pass."""
     passes = list(dict.fromkeys(row.passes for row in rows))
     compared = any(row.errors for row in rows)
-    columns = [name for each in passes for name in (f"{each} ms", "TFLOP/s", "speed-up")]
+    of_pass = ("TFLOP/s", "speed-up", *(["host ms"] if host else []))
+    columns = [name for each in passes for name in (f"{each} ms", *of_pass)]
     errors = ("error of out", "of gradients") if compared else ()
     table = make_table(("implementation",), (*columns, "MiB", *errors))
     table.columns[0].no_wrap = True
@@ -387,6 +404,8 @@ def _table(rows: Sequence[Row], versus: str) -> Table:
         cells: list[str] = []
         for row in mine:
             cells += (f"{row.ms:.3f}", f"{row.tflops:.4g}", speed_up(row, base.get(row.passes)))
+            if host:
+                cells.append(host_cell(row.values["host_ms"], row.ms or 0.0))
         cells.append(mib(last.peak_bytes))
         if compared:
             cells += [_worst(last, last.errors.keys() & {"out"})]

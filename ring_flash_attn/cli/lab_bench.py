@@ -19,6 +19,7 @@ from ..bench.results import (
     Row,
     cell,
     check_output,
+    host_mark,
     make_table,
     mib,
 )
@@ -367,7 +368,7 @@ def _show_model(console: Console, results: Results) -> None:
 
 def _host_mark(row: Row) -> str:
     """Whether the GPU waits for the host: otherwise launches that are queued remain to be done."""
-    return "*" if row.ms is not None and row.values["host_ms"] > _HOST_BOUND * row.ms else ""
+    return "" if row.ms is None else host_mark(row.values["host_ms"], row.ms, _HOST_BOUND)
 
 
 def _ran(row: Row | None) -> bool:

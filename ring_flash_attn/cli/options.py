@@ -161,6 +161,9 @@ Rounds = Annotated[int, typer.Option("--repeats", min=1, help="Rounds of the med
 Graphs = Annotated[
     bool, typer.Option("--graphs", help="Time CUDA graphs: the GPU alone, whatever the host does.")
 ]
+Host = Annotated[
+    bool, typer.Option("--host", help="The host's time of each pass beside the device's.")
+]
 NoGrad = Annotated[bool, typer.Option("--no-grad", help="Forward only.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; by default cuda where there is a GPU.")

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from ..bench.replays.results import Design, Measured, PackRates, Replay, pack_rates, replay_rows
-from ..bench.results import ON_CPU, cell, check_output, make_table
+from ..bench.results import HOST_WAITS, ON_CPU, cell, check_output, host_cell, make_table
 from ..bench.workload import BACKWARD, BOTH, FORWARD, NONE, Link, find_link
 from ..kernels.base import AUTO, LIBRARIES
 from . import options
@@ -201,13 +201,14 @@ def communication(link: Link | None) -> str:
 
 def _table(design: Design) -> Table:
     """A row for each rank, the slowest, and what one device takes."""
-    columns = ("TFLOP/s", "eff. %", "full %", "exposed", "MiB")
+    columns = ("TFLOP/s", "eff. %", "full %", "exposed", "host", "MiB")
     table = make_table([""], ["forward ms", *columns, "fwd+bwd ms", *columns], design.name)
 
     def cells(passes: str, pairs: int, measured: Measured, more: Sequence[str]) -> list[str]:
         rate = design.rate(pairs, measured, passes)
         peak = None if measured.peak is None else measured.peak[passes] / _MIB
-        return [f"{measured.times[passes]:.3f}", f"{rate:.4g}", *more, cell(peak, ".0f")]
+        host = host_cell(measured.host[passes], measured.times[passes])
+        return [f"{measured.times[passes]:.3f}", f"{rate:.4g}", *more, host, cell(peak, ".0f")]
 
     rows = [(f"rank {each.rank}", each, each) for each in design.ranks]
     if len(rows) > 1:
@@ -227,20 +228,24 @@ def _table(design: Design) -> Table:
         both = (cells(passes, pairs, measured, [""] * 3) for passes in (FORWARD, BOTH))
         table.add_row(name, *chain.from_iterable(both))
     first, second = (f"{design.theoretic(passes):.3f}" for passes in (FORWARD, BOTH))
-    table.add_row(f"{design.world_size} × base", first, *[""] * 5, second)
+    table.add_row(f"{design.world_size} × base", first, *[""] * len(columns), second)
     return table
 
 
 def _costs(replay: Replay) -> Table:
-    """What the slowest rank sends and holds, by name."""
+    """What the slowest rank sends and holds, by name; what a launch and a post cost its host."""
     result = replay.ours.slowest(BOTH)
     title = f"rank {result.rank}: what it sends and holds (counted)"
-    table = make_table([""], ["launches", "posts", "sent MiB", "received MiB"], title)
+    numbers = ["launches", "posts", "host µs a launch", "a post", "sent MiB", "received MiB"]
+    table = make_table([""], numbers, title)
     table.add_column("held beside inputs, outputs and gradients, MiB")
     for name, cost in zip((FORWARD, BACKWARD), result.costs, strict=True):
         held = "\n".join(f"{size / _MIB:9.2f}  {what}" for what, size in cost.held.items())
         moved = (f"{size / _MIB:.2f}" for size in (cost.sent, cost.received))
-        table.add_row(name, str(cost.launches), str(cost.posts), *moved, held or "nothing")
+        counts = cost.launches, cost.posts
+        host = 1e3 * result.measured.host_ms(name)
+        shares = (cell(host / count if count else None, ".0f") for count in counts)
+        table.add_row(name, *map(str, counts), *shares, *moved, held or "nothing")
     return table
 
 
@@ -275,6 +280,7 @@ def notes(replays: Sequence[Replay]) -> Iterator[str]:
         yield "base: the same kernel on one rank's own tokens, on one device; no mask: in full."
         yield "eff.: world size × base / measured. full: the same with the base's pairs at the"
         yield "      rate of 'no mask'. exposed: ms with the link less ms without communication."
+        yield "host: ms until all was queued; a launch, a post: of these, over the number of each."
         yield "MiB: most memory above inputs, outputs and gradients; n/a on the CPU."
     if first.workload.drawn is not None:
         yield "packs: ms of the slowest rank, backward what both passes take beyond forward;"
@@ -282,6 +288,10 @@ def notes(replays: Sequence[Replay]) -> Iterator[str]:
     if first.device.startswith("cpu"):
         yield ON_CPU
         return
+    if len(replays) == 1 and any(
+        rank.measured.is_host_bound for each in first.designs for rank in each.ranks
+    ):
+        yield HOST_WAITS
     for each in replays:
         for design in each.designs:
             bound = [str(rank.rank) for rank in design.ranks if rank.measured.is_host_bound]

@@ -11,7 +11,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..bench.documents import pack_of
-from ..bench.results import ON_CPU, Limits, Row, cell, check_output, make_table
+from ..bench.results import (
+    HOST_WAITS,
+    ON_CPU,
+    Limits,
+    Row,
+    cell,
+    check_output,
+    host_cell,
+    make_table,
+)
 from ..bench.workload import FORWARD, Placement, Workload, find_link, rank_tokens
 from ..kernels.base import AUTO
 from . import options
@@ -37,7 +46,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "cpu": {"seqlen": 256, "nheads": 4, "nheads_k": 2, "headdim": 32, "dtype": "float32"},
 }
 
-_COLUMNS = ("theoretic iter/s", "iter/s", "ms", "eff. %", "GB")
+_COLUMNS = ("theoretic iter/s", "iter/s", "ms", "host ms", "eff. %", "GB")
 _LABELS = {
     "function": lambda row: str(row.placement["function"]),
     "layout × route × kernel": lambda row: " × ".join(
@@ -296,6 +305,7 @@ def _print_table(console: Console, rows: list[Row], passes: str) -> None:
                 f"{theoretic * size:.1f}/{size} = {theoretic:.1f}",
                 f"{row.values['iterations_per_second']:.1f}",
                 f"{row.ms:.3f}",
+                host_cell(row.values["host_ms"], row.ms),
                 f"[bold]{share:.1f}[/]" if share == best else f"{share:.1f}",
                 cell(row.peak_bytes, per=1e9),
             ]
@@ -306,6 +316,9 @@ def _print_table(console: Console, rows: list[Row], passes: str) -> None:
 def _notes(rows: Rows, settings: Settings, several: bool) -> Iterator[str]:
     yield "theoretic: iter/s of the same kernel on one device, with one rank's tokens, / number of"
     yield "           ranks: each meets the keys of all. eff.: theoretic / measured time."
+    yield "host ms: until all was queued; of the rank whose host took longest."
+    if settings.device.type != "cpu":
+        yield HOST_WAITS
     yield "GB: most memory above inputs, outputs and gradients, of the rank that holds most."
     if any("qkvpacked" in name for name, _ in rows):
         yield "qkvpacked functions have as many KV heads as query heads."

@@ -12,6 +12,7 @@ import pytest
 import torch
 from plain_library import register_plain
 from replays import TorchBlock, ranks, small, tensors
+from rich.table import Table
 from simulate import needed_rows
 from typer.testing import CliRunner, Result
 
@@ -27,11 +28,11 @@ from ring_flash_attn.bench.replays.results import (
     pack_rates,
     replay_rows,
 )
-from ring_flash_attn.bench.results import load
+from ring_flash_attn.bench.results import HOST_WAITS, load
 from ring_flash_attn.bench.timing import Samples
 from ring_flash_attn.bench.workload import BACKWARD, BOTH, FORWARD, Workload
 from ring_flash_attn.cli.app import app
-from ring_flash_attn.cli.replay import explain, notes
+from ring_flash_attn.cli.replay import _costs, _table, explain, notes
 from ring_flash_attn.draw.svg import draw_timeline
 from ring_flash_attn.plan.build import make_plan, route_names
 from ring_flash_attn.plan.layout import layout_names
@@ -444,6 +445,23 @@ def test_a_host_that_is_too_slow_is_named(found: Replay) -> None:
 
     says = [list(notes([with_host(*host)])) for host in ((4, 6), (4.5, 6), (4, 6.5))]
     assert ["work of ranks 0 than" in lines[-1] for lines in says] == [False, True, True]
+    assert [HOST_WAITS in lines for lines in says] == [False, True, True]
+
+
+def test_what_a_launch_and_a_post_cost_the_host(found: Replay) -> None:
+    """Beside the device's times, in µs of the pass over their number."""
+    first = found.ours.ranks[0]
+    slow = replace(first, measured=replace(measured(3, 5, 4, 6), host=by_pass(4.5, 9.5)))
+    slowest = replace(found, ours=replace(found.ours, ranks=(slow,)))
+    assert "4.500*" in _column(_table(slowest.ours), "host")
+    for cost, ms, way in zip(first.costs, (4.5, 5.0), (0, 1), strict=True):
+        table = _costs(slowest)
+        assert _column(table, "host µs a launch")[way] == f"{1e3 * ms / cost.launches:.0f}"
+        assert _column(table, "a post")[way] == f"{1e3 * ms / cost.posts:.0f}"
+
+
+def _column(table: Table, header: str) -> list[str]:
+    return next([*map(str, each.cells)] for each in table.columns if each.header == header)
 
 
 # The command line.

@@ -25,6 +25,7 @@ from ring_flash_attn.bench.ranks import Settings, Target, choose_targets, measur
 from ring_flash_attn.bench.replays import emulated
 from ring_flash_attn.bench.replays.results import Replay
 from ring_flash_attn.bench.results import Limits, Row, beside, load, misses
+from ring_flash_attn.bench.timing import Timing
 from ring_flash_attn.bench.workload import BOTH, FORWARD, Placement, Workload, problem_of
 from ring_flash_attn.cli.ring import find_settings, ring
 from ring_flash_attn.kernels import base, reference
@@ -140,13 +141,17 @@ def test_theoretic_is_one_device_times_ranks_and_the_slowest_rank_counts() -> No
     settings = Settings(2, CPU, "gloo", repeats=2, grad=False)
     trials: list[measure.Trial] = [{FORWARD: size} for size in (5, 7)]
     own, base = (made.name, FORWARD), (made.base, FORWARD)
+    times = [
+        [{own: (10.0, 4.0), base: (1.0, 0.5)}, {own: (12.0, 3.0), base: (2.0, 0.5)}],
+        [{own: (15.0, 2.0), base: (3.0, 0.5)}, {own: (11.0, 8.0), base: (9.0, 0.5)}],
+    ]
     rounds = [
-        [{own: 10.0, base: 1.0}, {own: 12.0, base: 2.0}],
-        [{own: 15.0, base: 3.0}, {own: 11.0, base: 9.0}],
+        [{key: Timing(*each) for key, each in rank.items()} for rank in ranks] for ranks in times
     ]
     timed = measure.slowest_rank(made, settings, FORWARD, trials, rounds)
     assert timed.samples_ms == (12.0, 15.0)
     assert timed.values["theoretic_ms"] == 2 * statistics.median((1.0, 2.0, 3.0, 9.0))
+    assert timed.values["host_ms"] == statistics.median((4.0, 8.0))
     assert timed.peak_bytes == 7
 
 

@@ -63,6 +63,34 @@ def test_bench_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "good: > 19.23 TFLOP/s, needs work: < 12.82 TFLOP/s" in output
 
 
+def test_the_host_beside_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marked where it is the limit; not shown unless it is asked for."""
+    host = {"forward": 1.5, "both": 2.5}
+
+    def measured(names: Any, of: Workload, *_: Any, **how: Any) -> list[Row]:
+        return [
+            Row(
+                how["kind"],
+                "reference",
+                way,
+                of.to_dict(),
+                {},
+                (2.0,),
+                10.0,
+                values={"host_ms": ms},
+            )
+            for way, ms in host.items()
+        ]
+
+    monkeypatch.setattr("ring_flash_attn.bench.measure.measure", measured)
+    for command in (("bench",), ("compare", "reference")):
+        output = rfa(*command, *TINY, "--host").output
+        assert "host ms" in output
+        assert "1.500 " in output
+        assert "2.500*" in output
+        assert "host ms" not in rfa(*command, *TINY).output
+
+
 def test_a_cpu_has_no_peak_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product in fp16 takes minutes there, and kernels are several times as fast."""
     monkeypatch.setattr(torch, "mm", lambda *_: pytest.fail("a product of large matrices"))

@@ -33,7 +33,7 @@ DONE = "done"
 Report = Callable[[str], None]
 Key = tuple[str, str]  # name of a target or of its base, passes
 Rows = dict[Key, Row]
-Round = dict[Key, float]  # ms
+Round = dict[Key, Timing]
 Trial = dict[str, int | None] | str  # most memory by passes, or why it cannot be timed
 Calls = dict[str, Callable[[], Any]]  # by passes; they return the output, and the gradients of both
 
@@ -98,6 +98,7 @@ def _row(
     passes: str,
     samples: tuple[float, ...] = (),
     theoretic: float = 0.0,
+    host: float = 0.0,
     sizes: Sequence[int | None] = (),
 ) -> Row:
     """For tables and files; of samples the slowest rank's, of sizes those of all ranks."""
@@ -114,6 +115,7 @@ def _row(
         "theoretic_ms": theoretic,
         "efficiency_percent": 100 * theoretic / row.ms,
         "iterations_per_second": 1e3 / row.ms,
+        "host_ms": host,
     }
     if settings.is_replay:
         values["slowest"] = 1.0
@@ -153,9 +155,10 @@ def _replay(
         for passes in settings.passes:
             ranks = [row for row in replay_rows(replay) if row.passes == passes]
             slowest = next(row for row in ranks if row.values["slowest"])
-            samples, theoretic = slowest.samples_ms, slowest.values["theoretic_ms"]
+            times = slowest.values["theoretic_ms"], slowest.values["host_ms"]
             sizes = [row.peak_bytes for row in ranks]
-            rows[target.name, passes] = _row(target, settings, passes, samples, theoretic, sizes)
+            found = _row(target, settings, passes, slowest.samples_ms, *times, sizes)
+            rows[target.name, passes] = found
     return rows, failed
 
 
@@ -243,10 +246,12 @@ def slowest_rank(
     rounds: Sequence[Sequence[Round]],
 ) -> Row:
     """What the slowest rank of each round took, beside the median of one device."""
-    single = statistics.median(ms[target.base, passes] for ranks in rounds for ms in ranks)
-    slowest = tuple(max(ms[target.name, passes] for ms in ranks) for ranks in rounds)
+    base, own = (target.base, passes), (target.name, passes)
+    single = statistics.median(each[base].device for ranks in rounds for each in ranks)
+    slowest = tuple(max(each[own].device for each in ranks) for ranks in rounds)
+    host = statistics.median(max(each[own].host for each in ranks) for ranks in rounds)
     sizes = [trial[passes] for trial in trials if not isinstance(trial, str)]
-    return _row(target, settings, passes, slowest, single * settings.world_size, sizes)
+    return _row(target, settings, passes, slowest, single * settings.world_size, host, sizes)
 
 
 # One rank's part.
@@ -391,7 +396,7 @@ class _Timer:
         """Everything once, beginning with another one each time."""
         order = list(self._works)
         first = number % max(1, len(order))
-        return {key: self._time(key).device for key in order[first:] + order[:first]}
+        return {key: self._time(key) for key in order[first:] + order[:first]}
 
     def _time(self, key: Key) -> Timing:
         """One run of all ranks together, the lead and the wait for the others not counted."""

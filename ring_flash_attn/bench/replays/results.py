@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from ..results import REPLAY, Row
+from ..results import REPLAY, Row, host_mark
 from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, Link, Placement, Workload
 
 COMPUTE, TRANSFERS = "compute", "transfers"  # lanes of a timeline
@@ -56,10 +56,15 @@ class Measured:
         times = self.times
         return times[BOTH] - times[FORWARD] if passes == BACKWARD else times[passes]
 
+    def host_ms(self, passes: str) -> float:
+        """The host's, likewise."""
+        host = self.host
+        return host[BOTH] - host[FORWARD] if passes == BACKWARD else host[passes]
+
     @property
     def is_host_bound(self) -> bool:
         """Whether queueing took longer than the device did: with no lead it would wait."""
-        return any(self.host[passes] > self.times[passes] for passes in (FORWARD, BOTH))
+        return any(host_mark(self.host[each], self.times[each]) for each in (FORWARD, BOTH))
 
 
 @dataclass(frozen=True, slots=True)
