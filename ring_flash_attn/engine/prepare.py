@@ -172,7 +172,7 @@ def run_prepared(
         prepared = prepared.changed(seed=draw_seed().to(prepared.call.device))
     results = attention(prepared, shards, sink)
     if packed:
-        results = [(out[0], lse[0]) for out, lse in results]
+        results = [(out.squeeze(0), lse.squeeze(0)) for out, lse in results]
     return [(out, lse, None) if with_lse else out for out, lse in results]
 
 

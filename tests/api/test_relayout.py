@@ -497,7 +497,7 @@ def test_mistakes_are_named(call: Any, match: str) -> None:
 
 def wrong_on_a_group(rank: int, n: int) -> None:
     """On every rank, before anything is sent."""
-    with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("sent")):
+    with mock.patch.object(DistributedTransport, "post", side_effect=AssertionError("sent")):
         with pytest.raises(ValueError, match=r"holds 5 tokens in layout 'zigzag'.*has 4"):
             relayout(torch.zeros(1, 4), "zigzag", "stripe", seqlen=10)
         with pytest.raises(ValueError, match="x is on meta"):
