@@ -41,6 +41,9 @@ _SHARDS = {
 }
 
 
+_KINDS = {"all_gather": "All-gather", "all_to_all": "All-to-all (Ulysses)", "mesh": "Mesh (USP)"}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Functions that differ only in how q, k and v come, and in the kernel."""
@@ -65,7 +68,7 @@ class Family:
         if not self.layout:
             over = " over packed documents" if self.packed else ""
             return f"Attention{over} on one device, as in flash_attn."
-        kind = "All-gather" if self.route == "all_gather" else "Ring"
+        kind = _KINDS.get(self.route, "Ring")
         each = "" if self.layout.startswith(FLAT_PREFIX) else "each in "
         of = f"packed documents, {each}" if self.packed else ""
         return f"{kind} attention, {of}{_SHARDS[self.layout]}."
@@ -91,6 +94,10 @@ FAMILIES = (
     Family("stripe_flash_attn_varlen", _s.DOCUMENTS, "stripe", "ring"),
     Family("zigzag_llama3_flash_attn_varlen", _s.GATHERED_DOCUMENTS, "zigzag", "all_gather"),
     Family("llama3_flash_attn_varlen", _s.LLAMA3, "flat_contiguous", "all_gather"),
+    Family("ulysses_flash_attn", _s.BATCH, "contiguous", "all_to_all"),
+    Family("ulysses_flash_attn_varlen", _s.DOCUMENTS, "flat_contiguous", "all_to_all"),
+    Family("usp_flash_attn", _s.MESH_BATCH, "zigzag", "mesh"),
+    Family("usp_flash_attn_varlen", _s.MESH_DOCUMENTS, "zigzag", "mesh"),
     Family("flash_attn", _s.SINGLE),
     Family("flash_attn_varlen", _s.SINGLE_DOCUMENTS, forms=("func",)),
     Family("flash_attn_varlen", _s.SINGLE_DOCUMENTS_KV, forms=("kvpacked_func",)),

@@ -52,7 +52,7 @@ _GROUP = "str group, str layout, str route, bool? packed, "
 _RING = (
     "bool equal_shards, Tensor? cu_seqlens, SymInt[]? cu_seqlens_list, Tensor? cu_seqlens_k, "
     "SymInt[]? cu_seqlens_k_list, SymInt? max_seqlen, SymInt? seqlen, SymInt? seqlen_k, "
-    "int? heads_k_stride, int? sources_per_launch, "
+    "int? heads_k_stride, int? sources_per_launch, int? ranks_per_node, "
 )
 _LLAMA3 = (
     "Tensor? cu_seqlens_q, SymInt[]? cu_seqlens_q_list, Tensor? cu_seqlens_k, "
@@ -260,7 +260,7 @@ def _is_packed(given: Arguments) -> bool:
 _NOT_CAPTURED = (torch.Tag.cudagraph_unsafe,)  # a CUDA graph would keep its documents
 _RING_NAMES = (
     "equal_shards", "cu_seqlens", "cu_seqlens_k", "max_seqlen", "seqlen", "seqlen_k",
-    "heads_k_stride", "sources_per_launch",
+    "heads_k_stride", "sources_per_launch", "ranks_per_node",
 )  # fmt: skip
 _LLAMA3_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "heads_k_stride")
 
@@ -332,7 +332,7 @@ _KINDS = {
     **dict.fromkeys(
         ("max_seqlen", "max_seqlen_q", "max_seqlen_k", "seqlen", "seqlen_k"), "an integer"
     ),
-    **dict.fromkeys(("heads_k_stride", "sources_per_launch"), "an integer"),
+    **dict.fromkeys(("heads_k_stride", "sources_per_launch", "ranks_per_node"), "an integer"),
     **dict.fromkeys(("route", "kernel"), "a name"),
     **dict.fromkeys(("packed", "equal_shards", "group"), ""),  # ours; checked when it is resolved
     "dropout_p": "a number",
@@ -409,11 +409,12 @@ def _traced_llama3(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> 
 
 def _on_group(options: dict[str, Any], *offsets: str) -> dict[str, Any]:
     """The group and the layout by name; offsets in tensors apart from those in lists."""
-    layout = options["layout"]
-    found: dict[str, Any] = {
-        "layout": layout if isinstance(layout, str) else layout.name,
-        "group": comm.resolve_group(options.get("group")).group_name,
-    }
+    layout, group = options["layout"], options.get("group")
+    found: dict[str, Any] = {"layout": layout if isinstance(layout, str) else layout.name}
+    if options["route"] == "mesh":
+        nodes = options.get("ranks_per_node")
+        group, found["ranks_per_node"] = comm.group_and_node(group, nodes)
+    found["group"] = comm.resolve_group(group).group_name
     for name in offsets:
         value = options.get(name)
         if isinstance(value, (list, tuple)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .. import comm
 from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
 from ..engine.entry import make_problem
@@ -24,6 +25,7 @@ def prepare(
     cu_seqlens_k: CuSeqlens | None = None,
     heads_k_stride: int | None = None,
     sources_per_launch: int | None = None,
+    ranks_per_node: int | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     rank: int | None = None,
@@ -38,18 +40,21 @@ def prepare(
 
     Args:
         cu_seqlens: (documents + 1,) of the whole stream, over all ranks; a tensor or a sequence.
-        layout, route, cu_seqlens_k, heads_k_stride, sources_per_launch, causal, window_size: as in
-            the calls of `ring_attention`; other arguments do not change plans.
+        layout, route, cu_seqlens_k, causal, window_size: as in the calls of `ring_attention`.
+        heads_k_stride, sources_per_launch, ranks_per_node: likewise; no other arguments change
+            plans.
         nheads_k: KV heads of k and v.
         rank, world_size: whose plans; by default this process's in `group`.
         group: process group; the default one if None.
     """
+    if route == "mesh" and group is not None:
+        group, ranks_per_node = comm.group_and_node(group, ranks_per_node)
     rank, world_size = which_rank(rank, world_size, group)
     opts = Options(causal=causal, window_size=window_size)
     lengths_q = lengths_k = document_lengths(cu_seqlens, fresh=True)
     if cu_seqlens_k is not None:
         lengths_k = document_lengths(cu_seqlens_k, name="cu_seqlens_k", fresh=True)
     nheads_k = checks.check_integer("nheads_k", nheads_k, 1)
-    heads = nheads_k, heads_k_stride, sources_per_launch
+    heads = nheads_k, heads_k_stride, sources_per_launch, ranks_per_node
     problem = make_problem(layout, route, lengths_q, lengths_k, world_size, opts, *heads)
     planned(route, problem, rank)

@@ -75,7 +75,15 @@ _ANY_LENGTH = "Documents may have any length, and shards may differ in size (see
 _WHOLE_STREAM = ("cu_seqlens: CuSeqlens", "(documents + 1,) of the whole stream, over all ranks.")
 _STRIDE = ("heads_k_stride: int", "KV heads that are gathered together; divides nheads_k.")
 
+_NODE = (
+    "ranks_per_node: int | None = None",
+    'for route "mesh", ranks that exchange heads, next to each other in the group; by default\n'
+    "    the inner axis of a DeviceMesh of two axes, or all.",
+)
+_MESH = _RING.replace("*", "* ranks_per_node")
+
 BATCH = Signature("batch", entry.run_ring, _RING)
+MESH_BATCH = Signature("mesh_batch", entry.run_ring, _MESH, (_NODE,))
 LOCAL_DOCUMENTS = Signature(
     "local_documents",
     entry.run_ring,
@@ -97,6 +105,12 @@ DOCUMENTS = Signature(
         ("max_seqlen: int", "at least the longest document's tokens, over all ranks."),
     ),
     _ANY_LENGTH,
+)
+MESH_DOCUMENTS = replace(
+    DOCUMENTS,
+    name="mesh_documents",
+    order=f"cu_seqlens max_seqlen {_MESH}",
+    own=(*DOCUMENTS.own, _NODE),
 )
 GATHERED_DOCUMENTS = Signature(
     "gathered_documents",
@@ -149,7 +163,7 @@ ANYTHING = Signature(
     "anything",
     entry.run_ring,
     "* layout route kernel cu_seqlens cu_seqlens_k seqlen seqlen_k heads_k_stride "
-    f"sources_per_launch {_SHARED} {_FLAGS} group softcap sink",
+    f"sources_per_launch ranks_per_node {_SHARED} {_FLAGS} group softcap sink",
     (
         (
             "layout: str | Layout",
@@ -157,7 +171,7 @@ ANYTHING = Signature(
             '    "flat_contiguous", "flat_zigzag", "flat_stripe" (the whole packed stream), or\n'
             '    "balanced" (documents by their lengths), which means `Balanced()`.',
         ),
-        ("route: str", 'what travels: "ring", "all_gather" or "query_ring".'),
+        ("route: str", 'what travels: "ring", "all_gather", "all_to_all", "mesh" or "query_ring".'),
         (
             "cu_seqlens: CuSeqlens | None = None",
             "(documents + 1,) of the whole stream, over all ranks; a tensor or a sequence.",
@@ -170,15 +184,17 @@ ANYTHING = Signature(
         ("seqlen_k: int | None = None", "the same for the keys."),
         (
             "heads_k_stride: int | None = None",
-            'for route "all_gather", KV heads that travel together; all by default.',
+            'for routes "all_gather" and "all_to_all", KV heads that travel together; by default\n'
+            "    all.",
         ),
+        _NODE,
         (
             "sources_per_launch: int | None = None",
-            'for route "ring", ranks whose keys one launch takes at most: fewer and\n'
-            "    larger launches, and as many more buffers. Unless it is 1, keys come straight\n"
-            "    from their owners. By default as many as bring up to 4 shards, or 2 with more\n"
-            "    than 8192 tokens a rank; more on many ranks, so that there are at most 8\n"
-            "    launches; 1 where a rank would talk to more than 64 others.",
+            'for route "ring", ranks (for "mesh", nodes) whose keys one launch takes at most:\n'
+            "    fewer and larger launches, and as many more buffers. Unless it is 1, keys come\n"
+            "    straight from their owners. By default as many as bring up to 4 shards, or 2\n"
+            "    with more than 8192 tokens a rank; more on many ranks, so that there are at most\n"
+            "    8 launches; 1 where a rank would talk to more than 64 others.",
         ),
     ),
     "A batch of sequences of one length, or with cu_seqlens packed documents; any length, and\n"

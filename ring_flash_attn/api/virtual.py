@@ -27,6 +27,7 @@ def virtual_ring_attention(
     cu_seqlens_k: CuSeqlens | None = None,
     heads_k_stride: int | None = None,
     sources_per_launch: int | None = None,
+    ranks_per_node: int | None = None,
     return_attn_probs: bool = False,
     **options: Any,
 ) -> Output:
@@ -43,9 +44,10 @@ def virtual_ring_attention(
         layout, route: as in `ring_attention`.
         cu_seqlens: (documents + 1,) of the packed stream.
         cu_seqlens_k: the same for the keys, where it differs.
-        heads_k_stride: KV heads that travel together, for route "all_gather".
+        heads_k_stride: KV heads that travel together, for routes "all_gather" and "all_to_all".
         sources_per_launch: ranks whose keys one launch takes at most, for route "ring"; by default
             as many as in `ring_attention`.
+        ranks_per_node: ranks that exchange heads, for route "mesh"; by default all.
         return_attn_probs: return (out, lse, None).
         options: the other arguments of `ring_attention`, except `group`.
     """
@@ -90,6 +92,7 @@ def virtual_ring_attention(
         packed,
         heads_k_stride,
         sources_per_launch,
+        ranks_per_node,
         return_attn_probs=return_attn_probs,
         **options,
     )

@@ -342,6 +342,7 @@ class Placement:
     heads_k_stride: int | None = None
     sources_per_launch: int | None = None  # None: by size, if the route is a ring
     link: Link | None = None  # that a replay emulates; None: communication costs nothing
+    ranks_per_node: int | None = None  # of the route mesh; None: all
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -358,7 +359,8 @@ class Placement:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as in rows of results, where the kernel is the implementation."""
         values = {"world_size": self.world_size, "layout": self.layout, "route": self.route}
-        more = {name: getattr(self, name) for name in ("heads_k_stride", "sources_per_launch")}
+        names = ("heads_k_stride", "sources_per_launch", "ranks_per_node")
+        more = {name: getattr(self, name) for name in names}
         return {**values, **{name: value for name, value in more.items() if value is not None}}
 
     def describe(self, workload: Workload) -> dict[str, Any]:
@@ -427,6 +429,7 @@ def problem_of(workload: Workload, placement: Placement) -> Problem:
         workload.nheads_k,
         placement.heads_k_stride,
         placement.sources_per_launch,
+        placement.ranks_per_node,
     )
 
 

@@ -13,6 +13,7 @@ from ..bench.documents import pack_of
 from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..draw.schedule import Schedule
+from ..plan.build import BY_HEADS
 from ..plan.layout import get_layout, layout_names
 from ..plan.problem import Problem
 from . import options as o
@@ -47,6 +48,7 @@ def draw(
     nheads_k: Annotated[int, typer.Option(min=1, help="KV heads.")] = 1,
     heads_k_stride: o.HeadsKStride = None,
     sources_per_launch: o.SourcesPerLaunch = 1,
+    ranks_per_node: o.RanksPerNode = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
     json_file: o.JsonFile = None,
 ) -> None:
@@ -65,9 +67,14 @@ def draw(
         for path in (svg, json_file):
             check_output(path)
         sources = sources_per_launch or 1
-        if sources > 1 and route != "ring":
+        if ranks_per_node is not None and (route != "mesh" or world_size % ranks_per_node):
+            raise ValueError(
+                f"--ranks-per-node {ranks_per_node}: goes with route 'mesh', and divides "
+                f"--world-size {world_size}"
+            )
+        if sources > 1 and route not in ("ring", "mesh"):
             raise ValueError(f"--sources-per-launch {sources}: not with route {route!r}")
-        if heads_k_stride is not None and route != "all_gather":
+        if heads_k_stride is not None and route not in BY_HEADS:
             raise ValueError(f"--heads-k-stride {heads_k_stride}: not with route {route!r}")
         if nheads_k % (heads_k_stride or nheads_k):
             raise ValueError(f"--heads-k-stride {heads_k_stride} must divide --nheads-k {nheads_k}")
@@ -86,7 +93,8 @@ def draw(
             **pack_of(tokens, offsets, documents, seed, document_cap),
         )
         lengths, stride = workload.lengths, heads_k_stride or nheads_k
-        rest = (lengths, lengths, world_size, workload.mask, nheads_k, stride, sources)
+        heads = (nheads_k, stride, sources, ranks_per_node)
+        rest = (lengths, lengths, world_size, workload.mask, *heads)
         schedules = [
             Schedule(route, Problem(get_layout(name), *rest), backward) for name in layouts
         ]

@@ -134,10 +134,14 @@ Kernels = Annotated[
     list[str] | None, named("kernel", _kernel_choices, "Each of these: {}.", "--kernel")
 ]
 HeadsKStride = Annotated[
-    int | None, typer.Option(min=1, help="KV heads that travel together (all_gather); all.")
+    int | None,
+    typer.Option(min=1, help="KV heads that travel together (all_gather, all_to_all); all."),
 ]
 SourcesPerLaunch = Annotated[
-    int | None, typer.Option(min=1, help="Ranks whose keys one launch takes (ring).")
+    int | None, typer.Option(min=1, help="Ranks, or nodes, whose keys a launch takes (ring, mesh).")
+]
+RanksPerNode = Annotated[
+    int | None, typer.Option(min=1, help="Ranks that exchange heads (mesh); all.")
 ]
 LinkName = Annotated[
     str | None,

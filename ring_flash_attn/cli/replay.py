@@ -45,6 +45,7 @@ def replay(
     causal: options.Causal = True,
     heads_k_stride: options.HeadsKStride = None,
     sources_per_launch: options.SourcesPerLaunch = None,
+    ranks_per_node: options.RanksPerNode = None,
     link: options.LinkName = NONE,
     link_gbps: Annotated[
         float | None, typer.Option(help="A link in numbers: 10⁹ bytes a second, each way.")
@@ -119,6 +120,7 @@ def replay(
                 causal=bool(causal),
                 heads_k_stride=heads_k_stride,
                 sources_per_launch=sources_per_launch,
+                ranks_per_node=ranks_per_node,
                 link=emulated,
                 repeats=repeats,
                 device=where,

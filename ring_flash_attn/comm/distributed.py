@@ -71,6 +71,24 @@ def group_called(name: str) -> ProcessGroup:
     return group
 
 
+def group_and_node(
+    group: Group | None, ranks_per_node: int | None
+) -> tuple[Group | None, int | None]:
+    """The group of all ranks of a DeviceMesh of two axes, and the size of the inner one."""
+    if not isinstance(group, DeviceMesh) or group.ndim != 2:
+        return group, ranks_per_node
+    inner = group.size(1)
+    if ranks_per_node not in (None, inner):
+        raise ValueError(
+            f"ranks_per_node = {ranks_per_node}, but the inner axis of the DeviceMesh has {inner}"
+        )
+    if group.mesh_dim_names is None:
+        raise ValueError("group: a DeviceMesh of two axes needs mesh_dim_names")
+    if group.get_coordinate() is None:
+        raise ValueError(f"group: rank {dist.get_rank()} is not on this DeviceMesh")
+    return group._flatten(), inner
+
+
 def rank_and_size(group: Group | None) -> tuple[int, int]:
     group = resolve_group(group)
     return dist.get_rank(group), dist.get_world_size(group)

@@ -126,7 +126,7 @@ class Schedule:
 
     def _message(self, transfer: Transfer) -> str:
         what = "Q" if transfer.side is Side.QUERY else "K"
-        if transfer.payload is Payload.RESULT:
+        if transfer.payload is not Payload.INPUT:
             what = f"d{what}" if self.backward else "out"
         all_heads = transfer.heads == self.problem.all_heads
         heads = "" if all_heads else f" (head {ranges(range(*transfer.heads))})"

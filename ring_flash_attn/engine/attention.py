@@ -272,11 +272,16 @@ def _empty_state(
     make = torch.empty if covered else torch.zeros
     out = make((batch, length, nheads, call.headdim_v), dtype=dtype, device=q.device)
     lse = torch.empty((batch, nheads, length), dtype=call.state_dtype, device=q.device)
+    _begin_lse(lse, sink, covered)
+    return out, lse
+
+
+def _begin_lse(lse: Tensor, sink: Tensor | None, covered: bool) -> None:
+    """Before the first launch, whatever its rows."""
     if sink is not None:
         lse.copy_(sink.to(lse.dtype)[:, None].expand_as(lse))
     elif not covered:
         lse.fill_(-torch.inf)
-    return out, lse
 
 
 def _delta(dout: Tensor, out: Tensor, call: Call) -> Tensor:
@@ -305,13 +310,23 @@ class _ForwardPass:
         self._q, *self._kv = shard
         self._kernel, self._call, self._sink = prepared.kernel, prepared.call, sink
         self.buffer_plan, self.pool, self.device = local.forward, local.pool, self._q.device
+        self._arrives_final = self.buffer_plan.final[Side.QUERY][0]
         self.program = _lowered(self.buffer_plan, _forward_payloads, prepared, len(self._q))
 
     def home(self, payload: Payload, side: Side) -> Views:
         if payload is Payload.INPUT:
             return (self._q,) if side is Side.QUERY else tuple(self._kv)
         assert side is Side.QUERY, "keys have no result"
-        return self.state.out, self.state.lse
+        return (self.state.out, self.state.lse) if payload is Payload.RESULT else self.final
+
+    @functools.cached_property
+    def final(self) -> tuple[Tensor, Tensor]:
+        """(out, lse) of this rank's queries, where they arrive final."""
+        plan = self.buffer_plan.plan
+        here = any(work.queries == (plan.rank,) for step in plan.steps for work in step.work)
+        covered = self.buffer_plan.final[Side.QUERY][1]
+        covered = covered and (not here or _needs_no_zeros(self._kernel))
+        return _empty_state(self._q, self._call, self._call.dtype, self._sink, covered)
 
     @functools.cached_property
     def state(self) -> State:
@@ -319,17 +334,27 @@ class _ForwardPass:
         call, complete = self._call, self.buffer_plan.plan.complete
         covered = complete and _needs_no_zeros(self._kernel)
         out, lse = _empty_state(self._q, call, call.state_dtype, self._sink, covered)
-        final = complete and call.dtype is not call.state_dtype
+        final = complete and call.dtype is not call.state_dtype and not self._arrives_final
         return State(out, lse, torch.empty_like(out, dtype=call.dtype) if final else None)
 
     def launch(self, launch: RunKernel, tensors: Sequence[Tensor]) -> None:
-        q, k, v, out, lse = tensors
-        work, result = launch.work, self.state.result
-        call = self._call.of_heads(*work.heads)
-        if result is not None and call is not self._call:
-            result = result[:, :, call.head_start : call.head_start + call.nheads]
+        q, k, v, out, lse, *sums = tensors
+        work, call = launch.work, self._call.of_heads(*launch.work.heads)
+        heads = slice(call.head_start, call.head_start + call.nheads)
+        if launch.final:
+            if launch.begins:
+                if not launch.fresh_q:
+                    out.zero_()
+                sink = None if self._sink is None else self._sink[heads]
+                _begin_lse(lse, sink, launch.fresh_q)
+            state = State(sums[0], lse, out) if sums else State(out, lse)
+        else:
+            result = self.state.result
+            if result is not None and call is not self._call:
+                result = result[:, :, heads]
+            state = State(out, lse, result)
         with span("{.name} forward on rank {}", self._kernel, self.buffer_plan.plan.rank):
-            self._kernel.forward(q, k, v, work.tiles, State(out, lse, result), call)
+            self._kernel.forward(q, k, v, work.tiles, state, call)
 
     def combine(self, ours: Views, theirs: Views, at: Tensor | None) -> None:
         assert at is None, "outputs travel whole"
@@ -342,6 +367,8 @@ class _ForwardPass:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The output of this rank's queries, in the user's dtype, and lse."""
+        if self._arrives_final:
+            return self.final
         out, lse, final = self.state.out, self.state.lse, self.state.result
         return (out.to(self._call.dtype) if final is None else final), lse
 
@@ -363,31 +390,31 @@ class _BackwardPass:
         self._kernel, self._call = prepared.kernel, prepared.call
         self._shard, self._dout, self._saved = shard, dout, saved
         self._blocks = as_block(self._kernel) is not None
+        self._grads: dict[tuple[Payload, Side], Views] = {}
         self.buffer_plan, self.pool, self.device = local.backward, local.pool, dout.device
         self.program = _lowered(self.buffer_plan, _backward_payloads, prepared, len(dout))
 
     def home(self, payload: Payload, side: Side) -> Views:
         q, k, v = self._shard
-        if payload is Payload.RESULT:
-            return self._dq if side is Side.QUERY else self._dkv
+        if payload is not Payload.INPUT:
+            if (payload, side) not in self._grads:
+                self._grads[payload, side] = self._make_grads(payload, side)
+            return self._grads[payload, side]
         if side is Side.KEY:
             return k, v
         saved = self._saved()
         return q, self._dout, saved.lse, saved.delta if saved.out is None else saved.out
 
-    @functools.cached_property
-    def _dq(self) -> Views:
-        return self._accumulators(Side.QUERY, self._shard[:1])
-
-    @functools.cached_property
-    def _dkv(self) -> Views:
-        return self._accumulators(Side.KEY, self._shard[1:])
-
-    def _accumulators(self, side: Side, like: Views) -> Views:
-        begins = self.buffer_plan.begins[side] and _needs_no_zeros(self._kernel)
-        make = torch.empty if begins else torch.zeros
-        dtype, device = self._call.state_dtype, self.device
-        return tuple([make(x.shape, dtype=dtype, device=device) for x in like])
+    def _make_grads(self, payload: Payload, side: Side) -> Views:
+        """Sums, or what is final; empty at first, unless every row is written."""
+        if payload is Payload.FINAL:
+            covered, dtype = self.buffer_plan.final[side][1], self._call.dtype
+        else:
+            covered = self.buffer_plan.begins[side] and _needs_no_zeros(self._kernel)
+            dtype = self._call.state_dtype
+        make = torch.empty if covered else torch.zeros
+        like = self._shard[:1] if side is Side.QUERY else self._shard[1:]
+        return tuple([make(x.shape, dtype=dtype, device=self.device) for x in like])
 
     def launch(self, launch: RunKernel, tensors: Sequence[Tensor]) -> None:
         q, dout, lse, delta_or_out, k, v, dq, dk, dv = tensors
@@ -415,7 +442,10 @@ class _BackwardPass:
 
     def result(self) -> QKV:
         """dq, dk, dv of this rank's shards, in the user's dtype."""
-        (dq,), (dk, dv) = self._dq, self._dkv
+        final = self.buffer_plan.final
+        (dq,), (dk, dv) = (
+            self.home(Payload.FINAL if final[side][0] else Payload.RESULT, side) for side in Side
+        )
         return dq.to(self._call.dtype), dk.to(self._call.dtype), dv.to(self._call.dtype)
 
 
@@ -430,11 +460,11 @@ def _lowered(
 ) -> Program:
     """What a pass does, for tensors of these shapes; worked out once for a plan."""
     call, blocks = prepared.call, as_block(prepared.kernel) is not None
-    writes = _needs_no_zeros(prepared.kernel)
-    key = batch, call.nheads, call.headdim, call.headdim_v, call.dtype, blocks, writes
+    writes, direct = _needs_no_zeros(prepared.kernel), as_direct(prepared.kernel) is not None
+    key = batch, call.nheads, call.headdim, call.headdim_v, call.dtype, blocks, writes, direct
     found: Program | None = buffer_plan.lowered.get(key)
     if found is None:
-        found = lower(buffer_plan, payloads(call, blocks), batch, writes)
+        found = lower(buffer_plan, payloads(call, blocks), batch, writes, direct)
         if len(buffer_plan.lowered) >= _MOST_LOWERED:
             buffer_plan.lowered.clear()
         buffer_plan.lowered[key] = found
@@ -452,6 +482,10 @@ def _forward_payloads(call: Call, blocks: bool) -> Payloads:
         ),
         (Payload.RESULT, Side.QUERY): (
             Field(group, call.headdim_v, state),
+            Field(group, None, state),
+        ),
+        (Payload.FINAL, Side.QUERY): (
+            Field(group, call.headdim_v, dtype),
             Field(group, None, state),
         ),
     }
@@ -476,5 +510,10 @@ def _backward_payloads(call: Call, blocks: bool) -> Payloads:
         (Payload.RESULT, Side.KEY): (
             Field(1, call.headdim, state),
             Field(1, call.headdim_v, state),
+        ),
+        (Payload.FINAL, Side.QUERY): (Field(group, call.headdim, dtype),),
+        (Payload.FINAL, Side.KEY): (
+            Field(1, call.headdim, dtype),
+            Field(1, call.headdim_v, dtype),
         ),
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import comm
 from ..cache import Cache
 from ..kernels.base import registrations
-from ..plan.build import check_route
+from ..plan.build import BY_HEADS, check_route
 from ..plan.layout import Layout, get_layout
 from ..plan.llama3 import Llama3Problem
 from ..plan.problem import Problem
@@ -43,6 +43,7 @@ def ring_call(
     seqlen_k: int | None = None,
     heads_k_stride: int | None = None,
     sources_per_launch: int | None = None,
+    ranks_per_node: int | None = None,
     group: Group | None = None,
     **options: Any,
 ) -> GroupCall:
@@ -57,6 +58,8 @@ def ring_call(
             raise ValueError("cu_seqlens_k is given without cu_seqlens")
         if packed and (seqlen is not None or seqlen_k is not None):
             raise ValueError("seqlen and seqlen_k go with a batch, not with cu_seqlens")
+    if route == "mesh":
+        group, ranks_per_node = comm.group_and_node(group, ranks_per_node)
     group = comm.resolve_group(group)
     rank, world_size = comm.rank_and_size(group)
     opts = Options(**options)
@@ -83,7 +86,7 @@ def ring_call(
             for name, length, x in (("seqlen", seqlen, q), ("seqlen_k", seqlen_k, k))
         )
         same = {"seqlen_q": lengths_q, "seqlen_k": lengths_k, "batch": q.shape[0]}
-    heads = k.shape[2], heads_k_stride, sources_per_launch
+    heads = k.shape[2], heads_k_stride, sources_per_launch, ranks_per_node
     problem = make_problem(layout, route, lengths_q, lengths_k, world_size, opts, *heads)
     return GroupCall(route, problem, shard, opts, group, rank, same, packed)
 
@@ -249,12 +252,13 @@ def run_virtual(
     packed: bool,
     heads_k_stride: int | None,
     sources_per_launch: int | None = None,
+    ranks_per_node: int | None = None,
     **options: Any,
 ) -> list[Output]:
     """All ranks in this process, one shard (q, k, v) each."""
     opts = Options(**options)
     shards = [_prepare(*shard, packed=packed) for shard in shards]
-    heads = shards[0][1].shape[2], heads_k_stride, sources_per_launch
+    heads = shards[0][1].shape[2], heads_k_stride, sources_per_launch, ranks_per_node
     problem = make_problem(layout, route, lengths_q, lengths_k, len(shards), opts, *heads)
     prepared = prepare(route, problem, dict(enumerate(shards)), opts)
     return run_prepared(prepared, shards, opts.sink, opts.return_attn_probs, packed)
@@ -311,21 +315,30 @@ def make_problem(
     nheads_k: int,
     heads_k_stride: int | None = None,
     sources_per_launch: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> Problem:
     """What is to be computed; ValueError where that makes no sense."""
     check_route(route)
     _check_documents(lengths_q, lengths_k)
     if heads_k_stride is None:
         heads_k_stride = nheads_k
-    elif route != "all_gather":
+    elif route not in BY_HEADS:
         raise ValueError(
             f"heads_k_stride = {heads_k_stride}: route {route!r} takes all heads at once"
         )
-    if sources_per_launch is not None and route != "ring":
+    if sources_per_launch is not None and route not in ("ring", "mesh"):
         raise ValueError(
-            f"sources_per_launch = {sources_per_launch!r}: only route 'ring' groups sources, "
-            f"not {route!r}"
+            f"sources_per_launch = {sources_per_launch!r}: only routes 'ring' and 'mesh' group "
+            f"sources, not {route!r}"
         )
+    if ranks_per_node is not None:
+        ranks_per_node = checks.check_integer("ranks_per_node", ranks_per_node, 1)
+        if route != "mesh":
+            raise ValueError(f"ranks_per_node = {ranks_per_node}: only route 'mesh' has nodes")
+        if world_size % ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node = {ranks_per_node} must divide the number of ranks, {world_size}"
+            )
     return Problem(
         get_layout(layout),
         lengths_q,
@@ -337,4 +350,5 @@ def make_problem(
         sources_per_launch
         if sources_per_launch is None
         else checks.check_integer("sources_per_launch", sources_per_launch, 1),
+        ranks_per_node,
     )

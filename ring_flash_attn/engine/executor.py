@@ -117,28 +117,39 @@ Places = tuple[Place, ...]
 # Actions: what a step does, in order.
 
 
+class SideBySide(NamedTuple):
+    """Some of the tensors that are brought out, in one: its shape, and where each lies in it."""
+
+    numbers: tuple[int, ...]  # of the tensors
+    shape: tuple[int, ...]
+    views: tuple[Strided, ...]
+
+    def fill(self, home: Sequence[Tensor]) -> Tensor:
+        ours = [home[number] for number in self.numbers]
+        found = _side_by_side(ours, self.shape)
+        if found is None:
+            found = torch.empty(self.shape, dtype=ours[0].dtype, device=ours[0].device)
+            for view, tensor in zip(self.views, ours, strict=True):
+                found.as_strided(*view).copy_(tensor)
+        return found
+
+
 class BringOut(NamedTuple):
     """Rows of our own shard, as messages take them; copied only if they lie otherwise.
 
-    With `side_by_side`, all tensors go into one: its shape, and where each of them lies in it.
+    With `side_by_side`, tensors of a kind go into one.
     """
 
     key: int
     sources: Places
-    side_by_side: tuple[tuple[int, ...], tuple[Strided, ...]] | None
+    side_by_side: tuple[SideBySide, ...] | None
 
     def run(self, run: Executor) -> None:
         home = [place.find(run) for place in self.sources]
         if self.side_by_side is None:
             run.outgoing[self.key] = tuple([rows_first(tensor) for tensor in home])
-            return
-        shape, views = self.side_by_side
-        found = _side_by_side(home, shape)
-        if found is None:
-            found = torch.empty(shape, dtype=home[0].dtype, device=run.device)
-            for view, tensor in zip(views, home, strict=True):
-                found.as_strided(*view).copy_(tensor)
-        run.outgoing[self.key] = (found,)
+        else:
+            run.outgoing[self.key] = tuple([each.fill(home) for each in self.side_by_side])
 
 
 class PutAway(NamedTuple):
@@ -174,24 +185,28 @@ class Wait(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Rows along `dim`: all, or those `taken`; to the places `at`, if they lie apart there."""
+    """Rows: all, or those `taken`; to the places `at`, if they lie apart there.
+
+    Tensors are `stored` rows first, or as kernels see them.
+    """
 
     targets: Places
     sources: Places
     at: Packing | None = None
     taken: Packing | None = None
-    dim: int = 1
+    stored: bool = False
 
     def run(self, run: Executor) -> None:
         at, taken = run.numbers(self.at), run.numbers(self.taken)
         for place, other in zip(self.targets, self.sources, strict=True):
             target, source = place.find(run), other.find(run)
+            dim = 0 if self.stored else 1 if source.dim() == 4 else 2  # a number a row comes last
             if at is not None:
                 if taken is not None:
-                    source = source.index_select(self.dim, taken)
-                target.index_copy_(self.dim, at, source)
+                    source = source.index_select(dim, taken)
+                target.index_copy_(dim, at, source)
             elif taken is not None:
-                torch.index_select(source, self.dim, taken, out=target)
+                torch.index_select(source, dim, taken, out=target)
             else:
                 target.copy_(source)
 
@@ -225,13 +240,17 @@ class Clear(NamedTuple):
 class RunKernel(NamedTuple):
     """The kernel, on what it reads of queries and keys, and where it accumulates for both.
 
-    `fresh_q` and `fresh_k` say that a launch is the first to write there, and names every row.
+    `fresh_q` and `fresh_k` say that a launch is the first to write there, and names every row;
+    `final`, that its results leave it in the user's dtype, and `begins`, that it is the first to
+    write them. Sums of final outputs come after these, if the kernel needs them.
     """
 
     work: Work
     places: Places
     fresh_q: bool
     fresh_k: bool
+    final: bool = False
+    begins: bool = False
 
     def run(self, run: Executor) -> None:
         run.work.launch(self, [place.find(run) for place in self.places])
@@ -322,7 +341,7 @@ def rows_first(tensor: Tensor) -> Tensor:
 def _side_by_side(home: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor | None:
     """Our own rows as one rows-first tensor, if that is how they lie: packed k and v."""
     first = home[0]
-    if shape[1] > 1 or not shape[0]:
+    if shape[1] > 1 or not shape[0] or len(shape) == 3:
         return None
     width, place = shape[2] * shape[3], first.data_ptr()
     if len({x.untyped_storage().data_ptr() for x in home}) > 1:

@@ -2,7 +2,8 @@
 
 Every buffer that travels is stored rows first, (seqlen, batch, nheads, …), so that rows that follow
 each other are a contiguous part of it; kernels see it as (batch, seqlen, nheads, …). Where shards
-are cut, k and v (dk and dv) of a row lie side by side in one buffer, and are one message.
+are cut, k and v (dk and dv, or what else has one dtype) of a row lie side by side in one buffer,
+and are one message.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .executor import (
     Program,
     PutAway,
     RunKernel,
+    SideBySide,
     Strided,
     Wait,
 )
@@ -51,10 +53,22 @@ Fields = tuple[Field, ...]
 Payloads = Mapping[tuple[Payload, Side], Fields]  # what each consists of
 
 
+def _groups(fields: Fields) -> list[tuple[int, ...]]:
+    """Fields that lie side by side where shards are cut: vectors of one dtype, numbers of one."""
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for number, field in enumerate(fields):
+        groups.setdefault((field.dtype, field.headdim is None), []).append(number)
+    return [tuple(group) for group in groups.values()]
+
+
 class Buffer(NamedTuple):
-    """Rows of fields that lie side by side; `number` is that of its block in the arena."""
+    """Rows of fields that lie side by side; `number` is that of its block in the arena.
+
+    `group` numbers the fields among those of the payload.
+    """
 
     number: int
+    group: tuple[int, ...]
     fields: Fields
     size: int
     batch: int
@@ -91,19 +105,22 @@ class Buffer(NamedTuple):
         return (batch, len(rows), nheads, field.headdim), strides, first
 
 
-Buffers = tuple[Buffer, ...]  # of a payload: one for all fields where shards are cut, else for each
+Buffers = tuple[Buffer, ...]  # of a payload: one for each group where shards are cut, or each field
 
 
-def lower(buffer_plan: BufferPlan, payloads: Payloads, batch: int, writes: bool) -> Program:
+def lower(
+    buffer_plan: BufferPlan, payloads: Payloads, batch: int, writes: bool, direct: bool
+) -> Program:
     """What a pass does, action by action.
 
     Args:
         buffer_plan: the plan.
         payloads: what travels and accumulates; forward, keys have no result.
         batch: of all tensors.
-        writes: whether the kernel writes gradients that are fresh, so that they are not cleared.
+        writes: whether the kernel writes what is fresh, so that it is not cleared.
+        direct: whether it writes results in the user's dtype, where it is the only one to do so.
     """
-    lowering = _Lowering(buffer_plan, payloads, batch, writes)
+    lowering = _Lowering(buffer_plan, payloads, batch, writes, direct)
     steps = range(len(buffer_plan.plan.steps))
     phases = [(lowering.post(n), lowering.compute(n), lowering.finish(n)) for n in steps]
     posts, launches, finishes = zip(*phases, strict=True)
@@ -117,12 +134,13 @@ class _Lowering:
     """
 
     def __init__(
-        self, buffer_plan: BufferPlan, payloads: Payloads, batch: int, writes: bool
+        self, buffer_plan: BufferPlan, payloads: Payloads, batch: int, writes: bool, direct: bool
     ) -> None:
         self._plan, self._steps = buffer_plan, buffer_plan.plan.steps
         self._rank, self._batch = buffer_plan.plan.rank, batch
         self._payloads = payloads
-        self._fresh = writes and (Payload.RESULT, Side.KEY) in payloads
+        self._writes, self._direct = writes, direct
+        self._backward = (Payload.RESULT, Side.KEY) in payloads
         self._actions: list[Action] = []
         self._step = 0
         self._dtypes: list[torch.dtype] = []  # of the arenas
@@ -135,6 +153,7 @@ class _Lowering:
         self._arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
         self._packed: dict[Packing, Buffers] = {}  # messages of this step whose rows lie apart
         self._unpacked: list[Move] = []  # of each packing that arrives, one
+        self._written: set[Slot] = set()  # final results that launches write themselves
 
     # Steps.
 
@@ -157,14 +176,8 @@ class _Lowering:
     def compute(self, number: int) -> Actions:
         for work in self._steps[number].work:
             inputs = [place for side in Side for place in self._shards(Payload.INPUT, work, side)]
-            fresh = [self._fresh and self._is_fresh(work, side) for side in Side]
-            results = [
-                place
-                for side in Side
-                if (Payload.RESULT, side) in self._payloads
-                for place in self._shards(Payload.RESULT, work, side)
-            ]
-            self._actions.append(RunKernel(work, (*inputs, *results), *fresh))
+            launch = self._gradients(work) if self._backward else self._outputs(work)
+            self._actions.append(launch._replace(places=(*inputs, *launch.places)))
         return self._taken()
 
     def finish(self, number: int) -> Actions:
@@ -174,7 +187,7 @@ class _Lowering:
             assert move.packing is not None
             whole, arrived = self._buffer(move.slot), self._packed[move.packing]
             self._actions.append(
-                Copy(self._rows_of(whole), self._rows_of(arrived), at=move.packing, dim=0)
+                Copy(self._rows_of(whole), self._rows_of(arrived), at=move.packing, stored=True)
             )
         for move, buffers in self._arrivals:
             self._add(move, buffers)
@@ -206,15 +219,47 @@ class _Lowering:
         actions, self._actions = tuple(self._actions), []
         return actions
 
+    # Results of launches.
+
+    def _outputs(self, work: Work) -> RunKernel:
+        """A launch forward, and where its results go."""
+        if not self._plan.delivers(work, Side.QUERY):
+            places = self._shards(Payload.RESULT, work, Side.QUERY)
+            return RunKernel(work, places, fresh_q=False, fresh_k=False)
+        at_home = work.queries == (self._rank,)  # begun before the first launch
+        slot = Slot(Payload.FINAL, Side.QUERY, work.queries, work.heads)
+        begins = not at_home and slot not in self._slots
+        fresh = begins and self._writes and self._plan.covers(work, Side.QUERY)
+        places = self._shards(Payload.FINAL, work, Side.QUERY)
+        out, summed = (self._payloads[p, Side.QUERY][0] for p in (Payload.FINAL, Payload.RESULT))
+        if out != summed and not (self._direct and self._plan.alone(work)):
+            if fresh:
+                self._buffer(slot._replace(payload=Payload.RESULT), clear=False)
+            sums, _ = self._shards(Payload.RESULT, work, Side.QUERY)
+            places = (*places, sums)
+        return RunKernel(work, places, fresh, False, final=True, begins=begins)
+
+    def _gradients(self, work: Work) -> RunKernel:
+        """A launch backward; alone, it may write what the user gets."""
+        plan = self._plan
+        whole = all(plan.delivers(work, side) and plan.covers(work, side) for side in Side)
+        final = whole and plan.alone(work) and self._direct
+        fresh_q, fresh_k = (final or (self._writes and self._is_fresh(work, side)) for side in Side)
+        payload = Payload.FINAL if final else Payload.RESULT
+        places = [place for side in Side for place in self._shards(payload, work, side)]
+        return RunKernel(work, tuple(places), fresh_q, fresh_k, final, begins=final)
+
     # Shards, wherever they lie.
 
     def _shards(self, payload: Payload, work: Work, side: Side) -> Places:
         """What a launch reads of one side, or where it accumulates what belongs to it."""
         owners = work.owners(side)
+        slot = Slot(payload, side, owners, work.heads)
+        if payload is Payload.FINAL:
+            self._written.add(slot)
         if owners == (self._rank,):
             return self._at_home(payload, side, work.heads)
-        slot = Slot(payload, side, owners, work.heads)
-        assert payload is Payload.RESULT or slot in self._slots, f"{slot} has not arrived"
+        assert payload is not Payload.INPUT or slot in self._slots, f"{slot} has not arrived"
         return self._seen(self._buffer(slot))
 
     def _is_fresh(self, work: Work, side: Side) -> bool:
@@ -232,8 +277,13 @@ class _Lowering:
     def _copy_in_place(self, move: Move) -> None:
         """Our own shard, into or out of a buffer that holds several."""
         transfer = move.transfer
-        buffers = self._buffer(move.slot)
         home = transfer.payload, transfer.side, transfer.heads
+        if transfer.payload is Payload.FINAL and move.slot.owners == (self._rank,):
+            if move.slot not in self._written:
+                sums = self._at_home(Payload.RESULT, *home[1:])
+                self._actions.append(Copy(self._at_home(*home), sums))
+            return
+        buffers = self._buffer(move.slot)
         if move.packing is None:
             (of_shard,), (of_slot,) = move.of_shard or (range(0),), move.of_slot or (range(0),)
             ours, there = self._at_home(*home, of_shard), self._seen(buffers, of_slot)
@@ -241,6 +291,8 @@ class _Lowering:
             ours, there = self._at_home(*home), self._seen(buffers)
         if transfer.payload is Payload.RESULT:
             self._actions.append(Combine(ours, there, at=move.home, taken=move.packing))
+        elif transfer.payload is Payload.FINAL:
+            self._actions.append(Copy(ours, there, at=move.home, taken=move.packing))
         else:
             self._actions.append(Copy(there, ours, at=move.packing, taken=move.home))
 
@@ -262,7 +314,8 @@ class _Lowering:
         if key not in self._brought:
             self._bring_out(move, key, range(rows.start, rows.stop))
         (sent,), first = move.of_shard, rows.start
-        count = 1 if transfer.cut else len(self._payloads[transfer.payload, transfer.side])
+        fields = self._payloads[transfer.payload, transfer.side]
+        count = len(_groups(fields) if transfer.cut else fields)
         part = slice(sent.start - first, sent.stop - first)
         return tuple(OutgoingPart(key, number, part) for number in range(count))
 
@@ -273,17 +326,21 @@ class _Lowering:
         if not transfer.cut:
             self._actions.append(BringOut(key, sources, None))
             return
-        fields = self._payloads[transfer.payload, transfer.side]
-        buffer = Buffer(-1, fields, len(rows), self._batch, transfer.heads)  # not in an arena
+        fields, found = self._payloads[transfer.payload, transfer.side], []
         everything = range(len(rows))
-        shape, _, _ = buffer.stored(everything)
-        views = tuple(buffer.seen(number, everything) for number in range(len(fields)))
-        self._actions.append(BringOut(key, sources, (shape, views)))
+        for group in _groups(fields):
+            of_group = tuple(fields[number] for number in group)
+            size = len(rows), self._batch
+            buffer = Buffer(-1, group, of_group, *size, transfer.heads)  # not in an arena
+            shape, _, _ = buffer.stored(everything)
+            views = tuple(buffer.seen(number, everything) for number in range(len(group)))
+            found.append(SideBySide(group, shape, views))
+        self._actions.append(BringOut(key, sources, tuple(found)))
 
     def _incoming(self, move: Move) -> Places:
         """Where what we get belongs: inputs where launches look for them, results in between."""
         transfer = move.transfer
-        if transfer.payload is Payload.RESULT:
+        if transfer.payload is not Payload.INPUT:
             buffers = self._take(
                 transfer.payload, transfer.side, move.rows, transfer.heads, transfer.cut
             )
@@ -305,14 +362,24 @@ class _Lowering:
             self._actions.append(Copy(self._seen(buffers), home, taken=packing))
         else:
             whole = self._rows_of(self._buffer(move.slot))
-            self._actions.append(Copy(self._rows_of(buffers), whole, taken=packing, dim=0))
+            self._actions.append(Copy(self._rows_of(buffers), whole, taken=packing, stored=True))
         return buffers
 
     def _add(self, move: Move, buffers: Buffers) -> None:
-        """Results of others have arrived: add ours, or pass them on if we have none."""
+        """Results of others have arrived: add ours, or pass them on if we have none.
+
+        Those that are final take their places.
+        """
         transfer = move.transfer
-        if transfer.owner == self._rank:
-            home = transfer.payload, transfer.side, transfer.heads
+        home = transfer.payload, transfer.side, transfer.heads
+        if transfer.payload is Payload.FINAL:
+            theirs = self._seen(buffers)
+            if len(move.of_shard) == 1:
+                self._actions.append(Copy(self._at_home(*home, move.of_shard[0]), theirs))
+            else:
+                at = move.packing or Packing(move.of_shard)
+                self._actions.append(Copy(self._at_home(*home), theirs, at=at))
+        elif transfer.owner == self._rank:
             if move.packing is not None:
                 ours, theirs = self._at_home(*home), self._seen(buffers)
                 self._actions.append(Combine(ours, theirs, at=move.packing))
@@ -351,12 +418,26 @@ class _Lowering:
 
     def _buffer(self, slot: Slot, clear: bool = True) -> Buffers:
         if slot not in self._slots:
+            summed = slot._replace(payload=Payload.RESULT)
+            if slot.payload is Payload.FINAL and summed in self._slots:
+                self._slots[slot] = self._rounded(slot, summed)
+                return self._slots[slot]
             rows, cut = self._plan.rows(slot), self._plan.is_cut(slot)
             buffers = self._take(slot.payload, slot.side, rows, slot.heads, cut)
             self._slots[slot] = buffers
             if clear and slot.payload is Payload.RESULT:  # sent even where no launch adds to it
                 self._actions.append(Clear(self._seen(buffers)))
         return self._slots[slot]
+
+    def _rounded(self, slot: Slot, summed: Slot) -> Buffers:
+        """What is final, from what was added up for it: the same buffers if the dtype is."""
+        if self._payloads[slot[:2]] == self._payloads[summed[:2]]:
+            return self._slots.pop(summed)
+        rows, cut = self._plan.rows(slot), self._plan.is_cut(slot)
+        buffers = self._take(slot.payload, slot.side, rows, slot.heads, cut)
+        sums = self._rows_of(self._slots[summed])
+        self._actions.append(Copy(self._rows_of(buffers), sums, stored=True))
+        return buffers
 
     def _take_packed(self, move: Move) -> Buffers:
         """For all messages that are packed together."""
@@ -369,9 +450,10 @@ class _Lowering:
         """Buffers for `size` rows, in use from now on."""
         fields = self._payloads[payload, side]
         found = []
-        for each in [fields] if cut else [(field,) for field in fields]:
-            buffer = Buffer(len(self._blocks), each, size, self._batch, heads)
-            dtype = each[0].dtype
+        for group in _groups(fields) if cut else [(number,) for number in range(len(fields))]:
+            of_group = tuple(fields[number] for number in group)
+            buffer = Buffer(len(self._blocks), group, of_group, size, self._batch, heads)
+            dtype = of_group[0].dtype
             if dtype not in self._dtypes:
                 self._dtypes.append(dtype)
             aligned = _ALIGNED // dtype.itemsize
@@ -395,11 +477,12 @@ class _Lowering:
 
     def _seen(self, buffers: Buffers, rows: range | None = None) -> Places:
         """All fields, or some rows of them, as kernels see them."""
-        return tuple(
-            self._view(buffer, buffer.seen(number, range(buffer.size) if rows is None else rows))
+        found = {
+            number: self._view(buffer, buffer.seen(n, range(buffer.size) if rows is None else rows))
             for buffer in buffers
-            for number in range(len(buffer.fields))
-        )
+            for n, number in enumerate(buffer.group)
+        }
+        return tuple(found[number] for number in range(len(found)))
 
     def _view(self, buffer: Buffer, strided: Strided) -> ArenaView:
         view = ArenaView(self._dtypes.index(buffer.fields[0].dtype), strided)

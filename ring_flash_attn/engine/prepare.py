@@ -263,6 +263,7 @@ def _signature(
         ("deterministic", call.deterministic),
         ("heads_k_stride", problem.heads_k_stride),
         ("sources_per_launch", problem.sources_per_launch or "by size"),
+        ("ranks_per_node", problem.ranks_per_node),
         ("needs gradients", call.needs_grad),
         *same.items(),
     )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .problem import Problem
 from .rows import Arrangement, Packing, Rows
-from .steps import Heads, Payload, Plan, Side, Transfer, Work
+from .steps import Heads, Payload, Plan, Side, Transfer, Work, users_of
 from .tiles import Tile
 
 FEW_PARTS = 8  # of rows that lie apart: so many additions cost less than row numbers
@@ -61,13 +61,15 @@ class BufferPlan:
 
     Attributes:
         sizes: number of rows of our own shards, and of others that travel whole.
-        arrangements: for launches on keys that are cut, by owners, where their rows lie.
+        arrangements: where rows lie in buffers of shards that are cut, by side, owners and heads.
         moves: those of each step.
         last_use: after which step each buffer is free again.
         own: of our own shards, the rows that we send as they lie, from first to last, and the last
             step in which we do.
         begins: for each side, whether the first launches on this rank's own results name every row
             of every head, before anything else is added.
+        final: for each side, whether this rank's own results arrive FINAL, and then whether that is
+            every row of every head.
         single_launch: the launch, if there is one for all and nothing to send.
         lowered: what the engine makes of it for tensors of some shapes; goes with the plan.
     """
@@ -80,6 +82,7 @@ class BufferPlan:
         whole |= {(side, plan.rank) for side in Side}
         self.sizes = {each: problem.size(*each) for each in whole}
         self._covers: dict[tuple[int, Side], bool] = {}
+        self._alone: dict[int, bool] = {}
         self._slots = {  # of shards that a launch takes from a buffer
             (payload, side, owner, work.heads): Slot(payload, side, work.owners(side), work.heads)
             for work in launches
@@ -87,11 +90,22 @@ class BufferPlan:
             for owner in work.owners(side)
             for payload in Payload
         }
-        self.arrangements = {
-            owners: problem.arrangement(owners, plan.rank)
-            for owners in {work.keys for work in launches if work.cut}
-        }
+        self.arrangements: dict[tuple[Side, tuple[int, ...], Heads], Arrangement] = {}
+        for work in launches:
+            if work.cut and work.keys != (plan.rank,):
+                found = problem.arrangement(work.keys, users_of(work.queries))
+                self.arrangements[Side.KEY, work.keys, work.heads] = found
+            if work.cut and work.queries != (plan.rank,):
+                found = problem.query_arrangement(work.queries)
+                self.arrangements[Side.QUERY, work.queries, work.heads] = found
         self.moves = self._find_moves(problem)
+        self.final = {side: self._find_final(side) for side in Side}
+        self._delivered = {
+            move.slot
+            for moves in self.moves
+            for move in moves
+            if move.transfer.payload is Payload.FINAL and move.transfer.source == plan.rank
+        }
         self.last_use = self._find_last_use()
         self.own = self._find_own()
         self.begins = {side: self._begins(side) for side in Side}
@@ -112,12 +126,17 @@ class BufferPlan:
                 assert arrangement is None, f"{transfer} goes whole, but {slot} is cut"
                 rows = (range(self.sizes[side, owner]),)
                 return Move(transfer, slot, rows, rows)
-            of_shard = problem.sent(owner, transfer.user)
+            if side is Side.QUERY:
+                of_shard = problem.asking(owner)
+            else:
+                of_shard = problem.sent(owner, transfer.users)
             if arrangement is None and owner != self.plan.rank:
                 used = slot in self._slots.values()
                 assert not used, f"{transfer} is cut, but {slot} is whole"
-                arrangement = problem.arrangement((owner,), self.plan.rank)
-                self.arrangements[slot.owners] = arrangement  # no launch takes it, but it comes
+                assert side is Side.KEY, f"no launch takes {transfer}"
+                arrangement = problem.arrangement((owner,), transfer.users)
+                # no launch takes it, but it comes
+                self.arrangements[side, slot.owners, slot.heads] = arrangement
             if arrangement is None or transfer.user != self.plan.rank:  # at home
                 return Move(transfer, slot, of_shard, of_shard)
             return Move(transfer, slot, of_shard, arrangement.places[owner])
@@ -145,7 +164,7 @@ class BufferPlan:
 
     def _arrangement(self, slot: Slot) -> Arrangement | None:
         """Where rows lie in a buffer; None if it holds a shard as it is."""
-        return self.arrangements.get(slot.owners) if slot.side is Side.KEY else None
+        return self.arrangements.get(slot[1:])
 
     def covers(self, work: Work, side: Side) -> bool:
         """Whether a launch of the plan names every row of one side's buffer."""
@@ -156,6 +175,30 @@ class BufferPlan:
             slot = Slot(Payload.RESULT, side, work.owners(side), work.heads)
             self._covers[key] = sum(rows.values()) == self.rows(slot)
         return self._covers[key]
+
+    def delivers(self, work: Work, side: Side) -> bool:
+        """Whether the results of a launch's buffer leave it FINAL."""
+        return Slot(Payload.FINAL, side, work.owners(side), work.heads) in self._delivered
+
+    def alone(self, work: Work) -> bool:
+        """Whether a launch of the plan is the only one on its queries and on its keys."""
+        if id(work) not in self._alone:
+            others = (each for step in self.plan.steps for each in step.work if each is not work)
+            taken = {(s, each.owners(s), each.heads) for each in others for s in Side}
+            mine = {(side, work.owners(side), work.heads) for side in Side}
+            self._alone[id(work)] = not mine & taken
+        return self._alone[id(work)]
+
+    def _find_final(self, side: Side) -> tuple[bool, bool]:
+        arriving = [
+            move
+            for moves in self.moves
+            for move in moves
+            if (move.transfer.payload, move.transfer.side) == (Payload.FINAL, side)
+            and move.transfer.target == self.plan.rank
+        ]
+        covered = sum(move.rows * len(range(*move.transfer.heads)) for move in arriving)
+        return bool(arriving), covered == self.sizes[side, self.plan.rank] * self.nheads_k
 
     def _begins(self, side: Side) -> bool:
         rank, begun = self.plan.rank, set()
@@ -198,6 +241,8 @@ class BufferPlan:
             for move in self.moves[number]:
                 if move.transfer.source == self.plan.rank:
                     last[move.slot] = number
+                    if move.transfer.payload is Payload.FINAL:  # what was rounded for it
+                        last[move.slot._replace(payload=Payload.RESULT)] = number
         slots = defaultdict(list)
         for slot, number in last.items():
             slots[number].append(slot)
@@ -207,7 +252,7 @@ class BufferPlan:
 def _packed(moves: list[Move], rank: int) -> list[Move]:
     """The moves of a step; those whose rows lie apart share a packing, one for each buffer."""
     found = list(moves)
-    loose: dict[tuple[Slot | None, Payload, int], list[int]] = {}
+    loose: dict[tuple[Slot, int], list[int]] = {}
     for number, move in enumerate(moves):
         transfer = move.transfer
         if transfer.source == transfer.target:
@@ -217,13 +262,10 @@ def _packed(moves: list[Move], rank: int) -> list[Move]:
             continue
         rows, at_home = _local(move, rank)
         receives = transfer.target == rank
-        adds = receives and transfer.payload is Payload.RESULT  # one by one, part by part if few
+        adds = receives and transfer.payload is not Payload.INPUT  # one by one, in parts if few
         if len(rows) > (FEW_PARTS if adds else 1):
-            key = (
-                None if at_home else move.slot,
-                transfer.payload,
-                number if adds else -receives - 1,
-            )
+            here = move.slot._replace(owners=()) if at_home else move.slot
+            key = (here, number if adds else -receives - 1)
             loose.setdefault(key, []).append(number)
     for numbers in loose.values():
         together = [moves[number] for number in numbers]

@@ -7,10 +7,12 @@ from itertools import pairwise
 
 from .layout import Span
 from .problem import Problem
-from .steps import Heads, Payload, Plan, Side, Step, Work
+from .steps import Heads, Payload, Plan, Side, Step, Work, users_of
 from .tiles import Tile, make_tiles
 
 Route = Callable[[Problem, int, bool], list[Step]]
+
+BY_HEADS = ("all_gather", "all_to_all")  # routes that go by groups of KV heads (heads_k_stride)
 
 _ROUTES: dict[str, Route] = {}
 
@@ -50,8 +52,8 @@ def _finished(problem: Problem, rank: int, steps: Sequence[Step]) -> Plan:
     )
     launches = tuple(work for step in steps for work in step.work)
     # Forward and backward often have the same launches. They are kept, as the key has their ids.
-    key = ("marked", *map(id, launches), merged)
-    _, found, covered = problem.remember(key, lambda: (launches, *_marked(launches, merged)))
+    key = ("marked", rank, *map(id, launches), merged)
+    _, found, covered = problem.remember(key, lambda: (launches, *_marked(launches, merged, rank)))
     marked = iter(found)
     in_order = tuple(
         Step(tuple(sorted(step.transfers)), tuple(next(marked) for _ in step.work))
@@ -87,11 +89,35 @@ def _make_work(
     return (Work((query_rank,), owners, heads, tiles, cut),) if tiles else ()
 
 
-def _marked(launches: Sequence[Work], merged: bool) -> tuple[list[Work], int]:
+def make_shared_work(
+    problem: Problem, rank: int, queries: tuple[int, ...], keys: tuple[int, ...], heads: Heads
+) -> tuple[Work, ...]:
+    """The launch of `rank` on the queries of some ranks and the keys of some; both are cut.
+
+    Nothing if the mask is empty. What is the rank's own alone is read in place.
+    """
+    key = ("shared work", rank, queries, keys, heads)
+
+    def make() -> tuple[Work, ...]:
+        if not queries or not keys:
+            return ()
+        of_queries: Sequence[Span] = problem.spans(Side.QUERY, rank)
+        of_keys: Sequence[Span] = problem.spans(Side.KEY, rank)
+        if queries != (rank,):
+            of_queries = problem.query_arrangement(queries).spans
+        if keys != (rank,):
+            of_keys = problem.arrangement(keys, users_of(queries)).spans
+        tiles = make_tiles(of_queries, of_keys, problem.mask)
+        return (Work(queries, keys, heads, tiles, cut=True),) if tiles else ()
+
+    return problem.remember(key, make)
+
+
+def _marked(launches: Sequence[Work], merged: bool, rank: int) -> tuple[list[Work], int]:
     """Launches whose tiles know the first and the last one of their queries.
 
-    And how many rows have launches, summed over KV heads. If results are `merged` with those of
-    other ranks, no launch is the last.
+    And how many rows of our own queries have launches at home, summed over KV heads. If results are
+    `merged` with those of other ranks, no launch is the last.
     """
     groups = sorted({work.heads for work in launches})
     assert all(a[1] <= b[0] for a, b in pairwise(groups)), f"head groups overlap: {groups}"
@@ -123,7 +149,8 @@ def _marked(launches: Sequence[Work], merged: bool) -> tuple[list[Work], int]:
         found.append(Work(work.queries, work.keys, work.heads, tiles, work.cut))
     covered = sum(
         rows * (end - start)
-        for (_, (start, end)), starts in uses.items()
+        for (queries, (start, end)), starts in uses.items()
         for _, _, rows in starts.values()
+        if queries == (rank,)
     )
     return found, covered

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from .layout import Span
 from .problem import Problem
 from .rows import Arrangement, Rows, arrange
-from .steps import Side
+from .steps import Side, Users
 
 
 def check_parts(parts: Sequence[Sequence[int]], size: int) -> None:
@@ -86,15 +86,15 @@ class Llama3Problem(Problem):
             row += q
         return tuple(found)
 
-    def seen(self, owner: int, user: int) -> tuple[Span, ...]:
+    def seen(self, owner: int, user: Users) -> tuple[Span, ...]:
         """Of a rank's keys, all that is known of them: what we need."""
         return self.spans(Side.KEY, owner)
 
-    def sent(self, owner: int, user: int) -> Rows:
+    def sent(self, owner: int, user: Users) -> Rows:
         """Shards stay whole, as nobody can tell what is needed."""
         return (range(self.size_k),) if self.size_k else ()
 
-    def arrangement(self, owners: tuple[int, ...], user: int) -> Arrangement:
+    def arrangement(self, owners: tuple[int, ...], user: Users) -> Arrangement:
         """They follow each other in the stream, whatever the documents are."""
         shards = [(owner, self.sent(owner, user), self.seen(owner, user)) for owner in owners]
         return arrange(shards, {})

@@ -6,13 +6,13 @@ import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import and_, or_
 from typing import Any, TypeVar, cast
 
 from .layout import Layout, Span, spans
 from .rows import Arrangement, Rows, arrange, join_runs
-from .steps import Heads, Side
+from .steps import Heads, Side, Users
 from .tiles import FAR, Mask, Reach, reach, seen_rows
 
 _COUNTED = 1 << 13  # spans, for an estimate
@@ -50,6 +50,7 @@ class Problem:
     nheads_k: int = 1
     heads_k_stride: int = 1  # KV heads that travel together where a route goes by head groups
     sources_per_launch: int | None = 1  # whose keys a launch of the ring takes; None: by size
+    ranks_per_node: int | None = None  # of the mesh: so many exchange heads; None: all
 
     _memo: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -77,7 +78,7 @@ class Problem:
         return sum(span.length for span in self.spans(side, rank))
 
     @_once
-    def seen(self, owner: int, user: int) -> tuple[Span, ...]:
+    def seen(self, owner: int, user: Users) -> tuple[Span, ...]:
         """What the queries of `user` see of a rank's keys, by rows: parts of its spans."""
         limits, keys = self._limits(user), self.spans(Side.KEY, owner)
         found: list[Span] = []
@@ -98,7 +99,7 @@ class Problem:
         return keys if whole else tuple(found)
 
     @_once
-    def sent(self, owner: int, user: int) -> Rows:
+    def sent(self, owner: int, user: Users) -> Rows:
         """Rows of a rank's keys that go to `user` where shards are cut: those that it sees."""
         seen = self.seen(owner, user)
         if seen is self.spans(Side.KEY, owner):  # all
@@ -106,19 +107,51 @@ class Problem:
         return join_runs([span.start for span in seen], [span.length for span in seen])
 
     @_once
-    def arrangement(self, owners: tuple[int, ...], user: int) -> Arrangement:
+    def arrangement(self, owners: tuple[int, ...], user: Users) -> Arrangement:
         """Where the keys that `user` gets of some ranks lie in one buffer."""
         queries = self._counts(user)
         shards = [(owner, self.sent(owner, user), self.seen(owner, user)) for owner in owners]
         return arrange(shards, queries)
 
     @_once
-    def _counts(self, user: int) -> dict[int, int]:
+    def _counts(self, user: Users) -> dict[int, int]:
         """How many queries of each document a rank has."""
         found: dict[int, int] = {}
-        for span in self.spans(Side.QUERY, user):
+        for span in self._held_by(user):
             found[span.document] = found.get(span.document, 0) + span.length
         return found
+
+    @_once
+    def sighted(self, owner: int) -> tuple[Span, ...]:
+        """Of a rank's queries, those that see a key, by rows: parts of its spans."""
+        queries, right = self.spans(Side.QUERY, owner), self.mask.right
+        found = []
+        for span in queries:
+            start, length, position, stride, document, _ = span
+            blind = 0 if self.lengths_k[document] else length  # too early to see the first key
+            if right is not None and position + right < 0:
+                blind = max(blind, min(length, (-right - position + stride - 1) // stride))
+            if blind < length:
+                found.append(span if not blind else span.part(start + blind, start + length))
+        return tuple(found)
+
+    @_once
+    def asking(self, owner: int) -> Rows:
+        """Rows of a rank's queries that travel where queries are cut: those that see a key."""
+        seeing = self.sighted(owner)
+        return join_runs([span.start for span in seeing], [span.length for span in seeing])
+
+    @_once
+    def query_arrangement(self, owners: tuple[int, ...]) -> Arrangement:
+        """Where the queries of some ranks that see a key lie in one buffer."""
+        shards = [(owner, self.asking(owner), self.sighted(owner)) for owner in owners]
+        return arrange(shards, dict(enumerate(self.lengths_k)))
+
+    def _held_by(self, user: Users) -> tuple[Span, ...]:
+        """The queries of a rank, or of several."""
+        if isinstance(user, int):
+            return self.spans(Side.QUERY, user)
+        return tuple(chain.from_iterable(self.spans(Side.QUERY, each) for each in user))
 
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Whether the mask leaves anything of these queries against these keys."""
@@ -218,14 +251,14 @@ class Problem:
         return self.mask.left is not None and self.mask.left < self.lengths_k[document] - 1
 
     @_once
-    def _limits(self, user: int) -> dict[int, int | None]:
+    def _limits(self, user: Users) -> dict[int, int | None]:
         """A rank's queries of a document see the keys before this position.
 
         None where the left side of the window hides some of these.
         """
         found: dict[int, int | None] = {}
         right = FAR if self.mask.right is None else self.mask.right + 1
-        for _, length, position, stride, document, _ in self.spans(Side.QUERY, user):
+        for _, length, position, stride, document, _ in self._held_by(user):
             limit, known = position + stride * (length - 1) + right, found.get(document)
             if known is None or limit > known:
                 found[document] = limit
@@ -234,9 +267,11 @@ class Problem:
         return found
 
     @_once
-    def _queries(self, user: int, document: int) -> tuple[list[Span], Reach | None]:
+    def _queries(self, user: Users, document: int) -> tuple[list[Span], Reach | None]:
         """A rank's queries of a document, and which positions they reach, if of stride 1."""
-        held = self._by_document(Side.QUERY, user)[document]
+        ranks = (user,) if isinstance(user, int) else user
+        parts = (self._by_document(Side.QUERY, rank).get(document, ()) for rank in ranks)
+        held = list(chain.from_iterable(parts))
         return held, None if held[0].stride > 1 else reach(held, self.mask)
 
     def _rows_seen(self, user: int, document: int, keys: Sequence[Span]) -> int:

@@ -8,6 +8,12 @@ from enum import IntEnum
 from .tiles import Tile
 
 Heads = tuple[int, int]  # first and one past the last KV head
+Users = int | tuple[int, ...]  # whose queries: those of a rank, or of several
+
+
+def users_of(queries: tuple[int, ...]) -> Users:
+    """The owners of queries, as methods of `Problem` take them: one, or several."""
+    return queries if len(queries) > 1 else queries[0]
 
 
 class Side(IntEnum):
@@ -18,10 +24,14 @@ class Side(IntEnum):
 
 
 class Payload(IntEnum):
-    """What of a shard travels: what kernels read, or what they have accumulated so far."""
+    """What of a shard travels: what kernels read, what they have accumulated so far, what is final.
+
+    A FINAL result has the user's dtype, and nobody adds to it.
+    """
 
     INPUT = 0
     RESULT = 1
+    FINAL = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,9 +39,11 @@ class Transfer:
     """The payload of `owner`'s shard goes from rank `source` to rank `target`.
 
     An INPUT is there for the work of later steps. A RESULT is what the ranks before have summed up;
-    the target adds its own part of the same step to it. `source == target` is a copy in place.
-    The order of transfers is the order of messages between a pair of ranks. With `cut`, of the keys
-    only the rows of `Problem.sent` go, as the launch wants that they are for (`Work.cut`).
+    the target adds its own part of the same step to it. A FINAL result takes its place at home.
+    `source == target` is a copy in place. The order of transfers is the order of messages between a
+    pair of ranks. With `cut`, of the keys only the rows of `Problem.sent` go, of the queries those
+    of `Problem.asking`, as the launch wants that they are for (`Work.cut`). `queries` are those of
+    the launch, where they are not the user's own.
     """
 
     payload: Payload
@@ -41,6 +53,7 @@ class Transfer:
     source: int
     target: int
     cut: bool = False
+    queries: tuple[int, ...] = ()  # owners
 
     @classmethod
     def of_keys(cls, payload: Payload, owner: int, user: int, heads: Heads) -> Transfer:
@@ -53,13 +66,19 @@ class Transfer:
         """Whose launch it is for: inputs go there, results come from there."""
         return self.target if self.payload is Payload.INPUT else self.source
 
+    @property
+    def users(self) -> Users:
+        """Whose queries the launch has: those of a rank, or of several."""
+        return users_of(self.queries or (self.user,))
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """One kernel launch: query shards against key shards, each side in one buffer.
 
-    The rows of tiles are those of the buffers. With `cut`, the buffer of keys holds the rows that
-    are needed (`Problem.arrangement`), and not a whole shard.
+    The rows of tiles are those of the buffers. With `cut`, a buffer of keys holds the rows that are
+    needed (`Problem.arrangement`), one of queries those that see a key
+    (`Problem.query_arrangement`), and not a whole shard. A rank's own shard alone is never cut.
     """
 
     queries: tuple[int, ...]  # owners

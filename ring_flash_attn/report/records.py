@@ -16,6 +16,7 @@ from ..bench.workload import SHORT_DTYPES, Workload
 _WORDS = {
     "sources_per_launch": "{} in a launch",
     "heads_k_stride": "{} KV heads at a time",
+    "ranks_per_node": "nodes of {}",
     "backend": "over {}",
 }
 _ANYTHING = "ring_attention"  # the function whose name does not say its layout and route

@@ -110,7 +110,7 @@ function drawMatrix() {
   for (let query = 0; query < size; query++) {
     for (let key = 0; key < size; key++) {
       const steps = now.fills.map((fill) => fill[query * size + key]).filter((mark) => mark !== ".");
-      if (steps.length) parts.push(drawCell(query, key, steps.map((mark) => parseInt(mark, 36)), step));
+      if (steps.length) parts.push(...drawCells(query, key, steps.map((mark) => parseInt(mark, 36)), step));
     }
   }
   const box = `${-edge * 1.5} ${-edge * 1.5} ${size + edge * 1.6} ${size + edge * 1.6}`;
@@ -118,12 +118,20 @@ function drawMatrix() {
     "aria-label": `Queries by keys: what is computed up to step ${step + 1}` }, ...parts);
 }
 
+// Of one rank, or where each head is another rank's, a stripe of each.
+function drawCells(query, key, steps, step) {
+  const { owners, by_key, by_head } = scene.now;
+  if (!by_head) return [drawCell(query, key, steps, step, owners[by_key ? key : query], 0, 1)];
+  const node = owners[query] - (owners[query] % by_head);
+  return steps.map((each, head) =>
+    drawCell(query, key, [each], step, node + head, head / by_head, 1 / by_head));
+}
+
 // Strong in its own step, paler afterwards; half as strong while one of two head groups is missing.
-function drawCell(query, key, steps, step) {
+function drawCell(query, key, steps, step, rank, left, width) {
   const done = steps.filter((each) => each <= step).length / steps.length;
   const fresh = steps.includes(step);
-  const owner = scene.now.owners[scene.now.by_key ? key : query];
-  const colour = done ? { fill: rankColour(owner), "fill-opacity": done * (fresh ? 1 : 0.42) } : {};
-  return drawn("rect", { class: done ? (fresh ? "fresh" : "done") : "empty", x: key + 0.04, y: query + 0.04,
-    width: 0.92, height: 0.92, rx: 0.12, ...colour });
+  const colour = done ? { fill: rankColour(rank), "fill-opacity": done * (fresh ? 1 : 0.42) } : {};
+  return drawn("rect", { class: done ? (fresh ? "fresh" : "done") : "empty", x: key + 0.04 + 0.92 * left,
+    y: query + 0.04, width: 0.92 * width, height: 0.92, rx: 0.12 * width, ...colour });
 }

@@ -20,6 +20,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {  # of routes, in words
         "ring, up to four sources a launch": {"sources_per_launch": 4},
     },
     "all_gather": {"all_gather, two groups of heads": {"heads_k_stride": 1}},
+    "mesh": {"mesh, nodes of two": {"ranks_per_node": 2, "sources_per_launch": 1}},
 }
 
 
@@ -43,12 +44,17 @@ def _scene(placement: Placement, label: str, documents: str, backward: bool) -> 
     tokens = _TOKENS[placement.world_size]
     lengths = (int(part * tokens) for part in _DOCUMENTS[documents])
     nheads = 1 if placement.heads_k_stride is None else 2  # groups of one
+    # Ranks of a node have a head each, and compute the queries of all of its ranks.
+    by_head = {"all_to_all": placement.world_size, "mesh": 2}.get(placement.route, 0)
+    nheads = by_head or nheads
     offsets = tuple(accumulate(lengths, initial=0))
     workload = Workload(1, tokens, nheads, nheads, causal=True, cu_seqlens=offsets)
     schedule = Schedule(placement.route, problem_of(workload, placement), backward)
     steps = [_step(schedule, number) for number in range(len(schedule.turns))]
     # Where queries travel, who holds a key computes with it.
-    by_key = any(queries != [rank] for step in steps for rank, queries, *_ in step["work"])
+    by_key = not by_head and any(
+        queries != [rank] for step in steps for rank, queries, *_ in step["work"]
+    )
     return {
         "layout": placement.layout,
         "route": label,
@@ -57,6 +63,7 @@ def _scene(placement: Placement, label: str, documents: str, backward: bool) -> 
         "passes": "backward" if backward else "forward",
         "owners": schedule.owners(),
         "by_key": by_key,
+        "by_head": by_head,
         "busy": round(schedule.busy, 4),
         "steps": steps,
         "fills": [_fill(schedule, tokens, head) for head in range(nheads)],

@@ -245,6 +245,18 @@ def groups(rank: int, n: int) -> None:
     with pytest.raises(Exception, match="DeviceMesh of one axis, not of 2"):
         compiled(run)(x, mesh)
 
+    def over_nodes(x: Tensor, group: Any, size: int | None) -> Tensor:
+        return rfa.usp_flash_attn_func(x[None], x[None], x[None], group=group, ranks_per_node=size)
+
+    nodes = init_device_mesh("cpu", (1, n), mesh_dim_names=("out", "in"))
+    function = compiled(over_nodes)
+    for group, size in ((None, 1), (nodes, None)):
+        found.append(outcome(function, [x], group, size))
+        assert close(found[-1], outcome(over_nodes, [x], group, size))
+        assert close(found[-1], found[0])
+    with pytest.raises(Exception, match="inner axis of the DeviceMesh has 2"):
+        compiled(over_nodes)(x, nodes, 1)
+
 
 def test_groups_and_meshes(ranks: Pool) -> None:
     """A graph is of the group that it was compiled for; another one is compiled anew."""

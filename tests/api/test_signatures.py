@@ -29,6 +29,7 @@ FLASH = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
 )
+NODES = NEW.replace("*", "*, ranks_per_node=None")
 NEW_FLASH = "*, sink=None, kernel='auto'"
 FORMS = {"func": "q, k, v", "kvpacked_func": "q, kv", "qkvpacked_func": "qkv"}
 LLAMA3 = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice"
@@ -46,6 +47,10 @@ HISTORIC = {
 OURS = {
     "stripe_flash_attn_varlen": ("cu_seqlens, max_seqlen", COMMON, NEW),
     "zigzag_llama3_flash_attn_varlen": ("cu_seqlens, heads_k_stride", COMMON, NEW),
+    "ulysses_flash_attn": ("", COMMON, NEW),
+    "ulysses_flash_attn_varlen": ("cu_seqlens, max_seqlen", COMMON, NEW),
+    "usp_flash_attn": ("", COMMON, NODES),
+    "usp_flash_attn_varlen": ("cu_seqlens, max_seqlen", COMMON, NODES),
     "flash_attn": ("", FLASH, NEW_FLASH),
 }
 EXPECTED = {

@@ -48,7 +48,9 @@ def row_bytes(transfer: Transfer, workload: Workload, backward: bool) -> int:
     group, d = workload.nheads // workload.nheads_k, workload.headdim
     element = workload.torch_dtype.itemsize
     if transfer.side is Side.KEY:
-        return 2 * d * (element if transfer.payload is Payload.INPUT else 4)
+        return 2 * d * (4 if transfer.payload is Payload.RESULT else element)
+    if transfer.payload is Payload.FINAL:
+        return group * (d * element if backward else d * element + 4)
     if transfer.payload is Payload.INPUT:
         return group * (2 * d * element + 2 * 4 if backward else d * element)
     return group * 4 * (d if backward else d + 1)
@@ -61,7 +63,7 @@ def plan_bytes(plan: Plan, group: LibraryRanks, backward: bool) -> tuple[int, in
         if transfer.source != transfer.target:
             rows = group.size(transfer.owner)
             if transfer.cut:
-                rows = len(needed_rows(group.problem, transfer.owner, transfer.user))
+                rows = len(needed_rows(group.problem, transfer))
             heads = transfer.heads[1] - transfer.heads[0]
             size = rows * heads * group.workload.batch
             size *= row_bytes(transfer, group.workload, backward)

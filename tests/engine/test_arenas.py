@@ -56,12 +56,14 @@ def prepared_call(pool: Pool, **options: Any) -> tuple[PreparedCall, list[QKV]]:
         2,
         None,
         shape.get("sources"),
+        shape.get("nodes"),
     )
     torch.manual_seed(0)
     shards = []
     for rank in range(WORLD):
         size = problem.size(Side.QUERY, rank)
-        q, k, v = (torch.randn(1, size, n, 8).requires_grad_() for n in (4, 2, 2))
+        dtype = shape.get("dtype", torch.float32)
+        q, k, v = (torch.randn(1, size, n, 8).to(dtype).requires_grad_() for n in (4, 2, 2))
         shards.append((q, k, v))
     return prepare(shape["route"], problem, dict(enumerate(shards)), opts, pool=pool), shards
 
@@ -83,6 +85,9 @@ PLACES = [
     {"sources": 1},
     {"route": "all_gather", "layout": "zigzag"},
     {"route": "query_ring"},
+    {"route": "all_to_all"},
+    {"route": "all_to_all", "dtype": torch.bfloat16},  # final results are rounded
+    {"route": "mesh", "nodes": 2, "sources": 1, "dtype": torch.bfloat16},
 ]
 
 

@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 def test_fields_that_lie_side_by_side(rows: range, batch: int, headdims: tuple[int, ...]) -> None:
     """Column after column of each row: where splitting the rows finds them."""
     fields = tuple(Field(n + 1, headdim, BF16) for n, headdim in enumerate(headdims))
-    buffer = Buffer(0, fields, 5, batch, (2, 4))
+    buffer = Buffer(0, tuple(range(len(fields))), fields, 5, batch, (2, 4))
     memory = torch.arange(5 * batch * buffer.width)
     whole = memory.view(5, batch, buffer.width)
     stored = memory.as_strided(*buffer.stored(rows))
@@ -37,8 +37,20 @@ def test_fields_that_lie_side_by_side(rows: range, batch: int, headdims: tuple[i
 
 
 def test_a_number_for_each_row() -> None:
-    buffer = Buffer(0, (Field(3, None, torch.float32),), 5, 2, (1, 3))
+    buffer = Buffer(0, (2,), (Field(3, None, torch.float32),), 5, 2, (1, 3))
     memory = torch.arange(5 * 2 * 6)
     seen = memory.as_strided(*buffer.seen(0, range(1, 4)))
     assert torch.equal(seen, memory.view(5, 2, 6)[1:4].permute(1, 2, 0))
     assert memory.as_strided(*buffer.stored(range(1, 4))).shape == (3, 2, 6)
+
+
+def test_two_numbers_for_each_row() -> None:
+    """Those of one dtype lie side by side, as vectors do."""
+    row = Field(3, None, torch.float32)
+    buffer = Buffer(0, (2, 3), (row, row), 5, 2, (1, 3))
+    memory = torch.arange(5 * 2 * 12)
+    for number in range(2):
+        seen = memory.as_strided(*buffer.seen(number, range(1, 4)))
+        part = memory.view(5, 2, 12)[1:4, :, 6 * number : 6 * number + 6]
+        assert torch.equal(seen, part.permute(1, 2, 0))
+    assert memory.as_strided(*buffer.stored(range(1, 4))).shape == (3, 2, 12)

@@ -7,7 +7,7 @@ of the rank that computed it, travels in RESULT transfers, and must end at its o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
 from ring_flash_attn.plan.build import make_plan
@@ -121,7 +121,7 @@ class Simulation:
             if transfer.source != rank:
                 continue
             content: Counter[Contribution] = Counter()
-            if transfer.payload is Payload.RESULT:
+            if transfer.payload is not Payload.INPUT:
                 content = self._take(transfer)
             elif transfer.owner != rank:
                 assert parcel_of(transfer) in self.there[rank], f"{transfer}: not there"
@@ -131,6 +131,11 @@ class Simulation:
         parcel, rank = parcel_of(transfer), transfer.source
         assert (rank, parcel) not in self.sent, f"{transfer}: sent twice"
         self.sent.add((rank, parcel))
+        if transfer.payload is Payload.FINAL:
+            assert transfer.target == transfer.owner, f"{transfer}: final results go home"
+            if not transfer.cut:  # our own, rounded in place
+                assert rank == transfer.owner
+                return Counter()
         content = self.sums[rank].pop(parcel, Counter())
         assert content, f"{transfer}: there is nothing to send"
         return content
@@ -140,7 +145,10 @@ class Simulation:
         if transfer.payload is Payload.INPUT:
             self.there[transfer.target].add(parcel)
         elif transfer.owner == transfer.target:
-            self.home[transfer.target, transfer.side].update(content)
+            home = self.home[transfer.target, transfer.side]
+            if transfer.payload is Payload.FINAL:
+                assert not set(content) & set(home), f"{transfer}: final, but others add to it"
+            home.update(content)
         else:
             self.sums[transfer.target].setdefault(parcel, Counter()).update(content)
 
@@ -151,8 +159,8 @@ class Simulation:
             if owners != (rank,):  # otherwise our own shard is read in place
                 missing = {(side, o, work.heads) for o in owners} - self.there[rank]
                 assert not missing, f"rank {rank} launches without {missing}"
-            cut = side is Side.KEY and work.cut and owners != (rank,)
-            rows[side] = buffer_rows(self.problem, side, owners, rank if cut else None)
+            cut = work.cut and owners != (rank,)
+            rows[side] = buffer_rows(self.problem, side, owners, work.queries if cut else None)
         assert work.tiles, "an empty launch"
         for tile in work.tiles:
             self._check_spans(tile, rows)
@@ -185,22 +193,28 @@ class Simulation:
 
 
 Row = tuple[int, int]  # owner, token
+Ranks = tuple[int, ...]
 Place = tuple[int, int, int]  # document, position, token
 
 
 def buffer_rows(
-    problem: Problem, side: Side, owners: tuple[int, ...], user: int | None
+    problem: Problem, side: Side, owners: tuple[int, ...], queries: Ranks | None
 ) -> list[Row]:
-    """What lies in each row of a buffer: a shard as it is, or what `user` needs of some.
+    """What lies in each row of a buffer: a shard as it is, or what is needed of some.
 
-    The latter owner after owner, by their first tokens, or by document and position, whichever the
-    library has chosen.
+    Of keys, what `queries` see, of queries those that see a key; owner after owner, by their first
+    tokens, or by document and position, whichever the library has chosen.
     """
-    if user is None:
+    if queries is None:
         (owner,) = owners
         return tokens_of(owner, problem.spans(side, owner))
-    shards = [(needed(problem, owner, user), owner) for owner in owners]
-    if problem.arrangement(owners, user).by_document:
+    if side is Side.QUERY:
+        arrangement = problem.query_arrangement(owners)
+        shards = [(sighted(problem, owner), owner) for owner in owners]
+    else:
+        arrangement = problem.arrangement(owners, queries if len(queries) > 1 else queries[0])
+        shards = [(needed(problem, owner, queries), owner) for owner in owners]
+    if arrangement.by_document:
         parts = sorted((part[0], owner, part) for found, owner in shards for part in found)
         return [(owner, token) for _, owner, part in parts for _, _, token in part]
     in_order = sorted((found[0][0], owner, found) for found, owner in shards)
@@ -221,27 +235,50 @@ def places_of(spans: Iterable[Span]) -> list[Place]:
     ]
 
 
-def needed(problem: Problem, owner: int, user: int) -> list[list[Place]]:
-    """What `user` sees of a shard of keys, token by token; what follows in a span lies together."""
+def needed(problem: Problem, owner: int, users: Ranks) -> list[list[Place]]:
+    """What queries see of a shard of keys, token by token; what follows in a span lies together."""
     queries: dict[int, list[int]] = {}
-    for document, position, _ in places_of(problem.spans(Side.QUERY, user)):
-        queries.setdefault(document, []).append(position)
+    for user in users:
+        for document, position, _ in places_of(problem.spans(Side.QUERY, user)):
+            queries.setdefault(document, []).append(position)
+
+    def seen(document: int, position: int) -> bool:
+        return any(problem.mask.allows(position - each) for each in queries.get(document, ()))
+
+    return _parts(problem.spans(Side.KEY, owner), seen)
+
+
+def sighted(problem: Problem, owner: int) -> list[list[Place]]:
+    """A rank's queries that see a key, likewise."""
+
+    def sees(document: int, position: int) -> bool:
+        keys = range(problem.lengths_k[document])
+        return any(problem.mask.allows(key - position) for key in keys)
+
+    return _parts(problem.spans(Side.QUERY, owner), sees)
+
+
+def _parts(spans: Iterable[Span], wanted: Callable[[int, int], bool]) -> list[list[Place]]:
+    """The places that are wanted; what follows in a span lies together."""
     found: list[list[Place]] = []
-    for span in problem.spans(Side.KEY, owner):
+    for span in spans:
         before = False
         for place in places_of([span]):
-            seen = any(problem.mask.allows(place[1] - each) for each in queries.get(place[0], ()))
-            if seen and not before:
+            this = wanted(place[0], place[1])
+            if this and not before:
                 found.append([])
-            if seen:
+            if this:
                 found[-1].append(place)
-            before = seen
+            before = this
     return found
 
 
-def needed_rows(problem: Problem, owner: int, user: int) -> list[Row]:
-    """The same, row by row."""
-    return [(owner, token) for part in needed(problem, owner, user) for _, _, token in part]
+def needed_rows(problem: Problem, transfer: Transfer) -> list[Row]:
+    """What a transfer that is cut takes of a shard, row by row."""
+    owner, users = transfer.owner, transfer.queries or (transfer.user,)
+    query = transfer.side is Side.QUERY
+    parts = sighted(problem, owner) if query else needed(problem, owner, users)
+    return [(owner, token) for part in parts for _, _, token in part]
 
 
 def parcel_of(transfer: Transfer) -> Parcel:

@@ -53,15 +53,18 @@ def problems(draw: st.DrawFn, layout: str) -> Problem:
         number = len(lengths_q)
         lengths_k = tuple(draw(st.lists(st.integers(0, 24), min_size=number, max_size=number)))
     nheads_k, heads_k_stride = draw(st.sampled_from(((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))))
+    world_size = draw(world_sizes)
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     return Problem(
         get_layout(layout),
         lengths_q,
         lengths_k,
-        draw(world_sizes),
+        world_size,
         draw(masks),
         nheads_k,
         heads_k_stride,
         draw(st.sampled_from((1, 2, 3, 5, MOST_RANKS, None))),
+        draw(st.sampled_from((None, *divisors))),
     )
 
 

@@ -43,12 +43,12 @@ def test_messages_lead_to_the_rows_that_launches_read(
                 shard = tokens_of(t.owner, problem.spans(t.side, t.owner))
                 sent, needed = [shard[n] for rows in move.of_shard for n in rows], shard
                 if t.cut:
-                    needed = needed_rows(problem, t.owner, t.user)
+                    needed = needed_rows(problem, t)
                 assert sent == needed
                 check_packing(move, buffer_plan.plan.rank)
                 if not t.cut or t.user == buffer_plan.plan.rank:
-                    user = t.user if t.cut else None
-                    there = buffer_rows(problem, t.side, move.slot.owners, user)
+                    users = (t.queries or (t.user,)) if t.cut else None
+                    there = buffer_rows(problem, t.side, move.slot.owners, users)
                     assert buffer_plan.rows(move.slot) == len(there)
                     assert [there[n] for rows in move.of_slot for n in rows] == sent
     for (_, t), ends in parts.items():
@@ -66,7 +66,7 @@ def check_packing(move: Move, rank: int) -> None:
         return
     at_home = t.owner == rank and (t.source == rank) is (t.payload is Payload.INPUT)
     here = move.of_shard if at_home else move.of_slot
-    adds = t.target == rank and t.payload is Payload.RESULT
+    adds = t.target == rank and t.payload is not Payload.INPUT
     assert (packing is None) is (len(here) <= (FEW_PARTS if adds else 1))
     if packing is not None:
         everything = [n for rows in packing.rows for n in rows]

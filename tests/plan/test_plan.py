@@ -29,6 +29,7 @@ from ring_flash_attn.plan.steps import Payload, Plan, Side, Step, Transfer, Work
 from ring_flash_attn.plan.tiles import Mask
 
 POINTS = [(layout, route) for layout in layout_names() for route in route_names()]
+SPREADING = ("all_to_all", "mesh")  # heads, whatever the mask
 BALANCED = [(name, route) for name, route in POINTS if "zigzag" in name or "stripe" in name]
 
 
@@ -300,10 +301,10 @@ def test_a_small_window_talks_to_the_neighbour_only(
     assert all(t.target == t.owner for t in results)
 
 
-@pytest.mark.parametrize("route", route_names())
+@pytest.mark.parametrize("route", [each for each in route_names() if each not in SPREADING])
 @pytest.mark.parametrize("layout", layout_names())
 def test_a_window_of_ones_own_token_needs_no_messages(layout: str, route: str) -> None:
-    """Whatever the layout, nothing is sent, and nothing waits."""
+    """Whatever the layout, nothing is sent, and nothing waits (others spread heads)."""
     lengths = (5, 0, 7)
     for sources in (1, 2):
         problem = Problem(get_layout(layout), lengths, lengths, 4, Mask(0, 0), 2, 1, sources)

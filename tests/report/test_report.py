@@ -336,7 +336,7 @@ def test_scenes_compute_every_allowed_pair_where_they_say(
             first, second = 5 * size // 16, 9 * size // 16
             documents = [(i >= first) + (i >= second) for i in range(size)]
         pairs = [[0] * scene["world_size"] for _ in scene["steps"]]
-        for fill in scene["fills"]:
+        for head, fill in enumerate(scene["fills"]):
             for query in range(size):
                 for key in range(size):
                     mark = fill[query * size + key]
@@ -344,6 +344,8 @@ def test_scenes_compute_every_allowed_pair_where_they_say(
                     assert (mark != ".") == allowed
                     if allowed:
                         rank = scene["owners"][key if scene["by_key"] else query]
+                        if scene["by_head"]:
+                            rank = rank - rank % scene["by_head"] + head
                         pairs[int(mark, 36)][rank] += 1
         assert pairs == [step["pairs"] for step in scene["steps"]]
 

@@ -12,7 +12,7 @@ from samples import Sample, make_sample
 from strategies import document_lengths
 
 from ring_flash_attn.api.families import PREFIXES
-from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.build import BY_HEADS, route_names
 from ring_flash_attn.plan.layout import layout_names
 
 MOST_RANKS, INTERPRETED_RANKS = 8, 3
@@ -203,7 +203,7 @@ def _with_point(draw: st.DrawFn, case: Case) -> Case:
     if case.kind not in ("virtual", "anything"):
         return case
     route = draw(st.sampled_from(route_names()))
-    stride = draw(st.sampled_from((None, *divisors))) if route == "all_gather" else None
+    stride = draw(st.sampled_from((None, *divisors))) if route in BY_HEADS else None
     sources = st.one_of(st.none(), st.integers(1, MOST_RANKS))
     return replace(
         case,

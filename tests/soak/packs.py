@@ -136,7 +136,7 @@ _loader = _buffer.numpy()
 
 def _virtual(pack: Pack, checked: bool) -> None:
     _loader[:] = pack
-    routes = ("ring", "all_gather", "query_ring")
+    routes = ("ring", "all_gather", "all_to_all", "query_ring")
     layouts = ("zigzag", "stripe", "flat_contiguous", "contiguous")
     options = {"route": routes[pack[1] % 3], "layout": layouts[pack[2] % 4], "causal": True}
 

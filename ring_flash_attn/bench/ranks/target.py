@@ -9,6 +9,7 @@ import torch
 
 from ...api.families import Function
 from ...kernels.base import AUTO
+from ...plan.build import BY_HEADS
 from ...plan.layout import FLAT_PREFIX
 from ..documents import Drawn
 from ..functions import find_functions, own_arguments
@@ -89,8 +90,8 @@ def choose_targets(
         if workload.batch != 1 and all(packed for *_, packed in points):
             raise ValueError(f"--batch {workload.batch}: {option} says how many documents")
     stride = placement.heads_k_stride
-    if stride is not None and all(route != "all_gather" for _, _, route, _ in points):
-        raise ValueError(f"--heads-k-stride {stride}: no function gathers keys")
+    if stride is not None and not any(route in BY_HEADS for _, _, route, _ in points):
+        raise ValueError(f"--heads-k-stride {stride}: no function goes by head groups")
     offsets = cu_seqlens or tuple(workload.seqlen * i for i in range(workload.batch + 1))
     documents = replace(workload, batch=1, cu_seqlens=offsets, drawn=drawn)
     found: dict[str, Target] = {}  # by name: two kernels may be the same one
@@ -99,7 +100,7 @@ def choose_targets(
         own = documents if packed else workload
         if function.form.startswith("qkv"):
             own = replace(own, nheads_k=own.nheads)
-        heads = stride or own.nheads_k if route == "all_gather" else None
+        heads = stride or own.nheads_k if route in BY_HEADS else None
         point = replace(placement, layout=layout, route=route, heads_k_stride=heads)
         tried = [(function, kernel) for kernel in _kernels_of(function, kernels)]
         if versus:

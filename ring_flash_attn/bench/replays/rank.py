@@ -197,7 +197,7 @@ def _names(plan: Plan, is_backward: bool) -> tuple[str, str]:
     """What travels, in words: what kernels read, and what they have accumulated."""
     transfers = [t for step in plan.steps for t in step.transfers]
     inputs = {_INPUTS[t.side] for t in transfers if t.payload is Payload.INPUT}
-    results = {_RESULTS[t.side, is_backward] for t in transfers if t.payload is Payload.RESULT}
+    results = {_RESULTS[t.side, is_backward] for t in transfers if t.payload is not Payload.INPUT}
     if is_backward and any(t.side is Side.QUERY for t in transfers):
         inputs.add("dout")
         results.add("lse, delta")

@@ -56,6 +56,7 @@ def replay(
     causal: bool = True,
     heads_k_stride: int | None = None,
     sources_per_launch: int | None = None,
+    ranks_per_node: int | None = None,
     link: Link | str | None = None,
     repeats: int = 9,
     device: str | torch.device | None = None,
@@ -84,9 +85,10 @@ def replay(
         document_cap: none of them is longer than this part of all tokens; by default a quarter.
         batch, nheads, nheads_k, headdim, dtype: of q, k and v.
         causal: queries see no later keys.
-        heads_k_stride: KV heads that travel together, for route "all_gather".
+        heads_k_stride: KV heads that travel together, for routes "all_gather" and "all_to_all".
         sources_per_launch: ranks whose keys one launch takes, for route "ring"; by default as many
             as in `ring_attention`.
+        ranks_per_node: ranks that exchange heads, for route "mesh"; by default all.
         link: one of `LINKS` by name, or a `Link`; None or "none": communication costs nothing.
         repeats: rounds of the medians.
         device: by default the GPU, if there is one.
@@ -104,7 +106,14 @@ def replay(
         raise ValueError("existing is the old name of baseline: give one of them")
     found = link if isinstance(link, Link) else find_link(link)
     placement = Placement(
-        world_size, layout, route, kernel, heads_k_stride, sources_per_launch, found
+        world_size,
+        layout,
+        route,
+        kernel,
+        heads_k_stride,
+        sources_per_launch,
+        found,
+        ranks_per_node,
     )
     tokens = world_size * (_SEQLEN if seqlen is None else seqlen)
     workload = Workload(

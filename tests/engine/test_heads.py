@@ -1,0 +1,151 @@
+"""Routes that spread heads: any number of them on any ranks, in any dtype, over a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from samples import Results, Sample, check, expected_of, make_sample, results_of
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+
+import ring_flash_attn
+from ring_flash_attn import ring_attention, shard, virtual_ring_attention
+from ring_flash_attn.api.families import FUNCTIONS
+
+DOCUMENTS: dict[str, Any] = {"lengths_q": (13, 0, 26, 5), "headdim": 8}
+WAYS: list[dict[str, Any]] = [
+    {"route": "all_to_all"},
+    {"route": "all_to_all", "heads_k_stride": 1},
+    {"route": "mesh", "ranks_per_node": 2},
+    {"route": "mesh", "ranks_per_node": 2, "sources_per_launch": 1},
+    {"route": "mesh", "ranks_per_node": 2, "sources_per_launch": 9},
+    {"route": "mesh", "ranks_per_node": 1},
+]
+
+
+def run(sample: Sample, world_size: int, layout: str, way: dict[str, Any]) -> Results:
+    """Forward and backward over virtual ranks."""
+    options = dict(sample.options)
+    sink = options.pop("sink", None)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse, _ = virtual_ring_attention(
+            q,
+            k,
+            v,
+            world_size=world_size,
+            layout=layout,
+            cu_seqlens=sample.cu_seqlens_q,
+            cu_seqlens_k=sample.cu_seqlens_k,
+            return_attn_probs=True,
+            sink=sink,
+            **way,
+            **options,
+        )
+        return out, lse
+
+    return results_of(attend, sample, sink)
+
+
+@pytest.mark.product(6)
+@pytest.mark.parametrize("nheads_k", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("layout", ["zigzag", "flat_contiguous", "stripe"])
+def test_any_number_of_heads(layout: str, way: dict[str, Any], nheads_k: int) -> None:
+    sink = torch.linspace(-1, 1, 2 * nheads_k, dtype=torch.float64)
+    sample = make_sample(
+        **DOCUMENTS, nheads=2 * nheads_k, nheads_k=nheads_k, causal=True, sink=sink
+    )
+    right = expected_of(sample)
+    for world_size in (2, 4):
+        check(run(sample, world_size, layout, way), right, 1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("nheads_k", [1, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(
+    dtype: torch.dtype, nheads_k: int, way: dict[str, Any], nan_memory: None
+) -> None:
+    """As on one device: outputs and gradients differ by the rounding of a product at most."""
+    sample = make_sample(**DOCUMENTS, nheads=nheads_k, nheads_k=nheads_k, causal=True).to(dtype)
+    alone = run(sample, 1, "zigzag", {"route": "ring"})
+    found = run(sample, 4, "zigzag", way)
+    for name, tensor in alone.items():
+        assert found[name].dtype is tensor.dtype
+        assert_close(found[name], tensor, rtol=0.02, atol=0.02)
+
+
+# Real processes.
+
+
+def over_group(
+    rank: int, world_size: int, sample: Sample, layout: str, way: dict[str, Any], axes: bool
+) -> tuple[Tensor, ...]:
+    """This rank's output and gradients; with axes over a DeviceMesh of nodes of two."""
+    cu_seqlens, way = sample.cu_seqlens_q, dict(way)
+    where = {"rank": rank, "world_size": world_size}
+    tensors = (sample.q, sample.k, sample.v)
+    q, k, v = (
+        shard(x, layout, cu_seqlens=cu_seqlens, **where).detach().requires_grad_() for x in tensors
+    )
+    if axes:
+        way.pop("ranks_per_node", None)
+        way["group"] = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("out", "in"))
+    out = ring_attention(q, k, v, layout=layout, cu_seqlens=cu_seqlens, **way, **sample.options)
+    out.backward(shard(sample.dout, layout, cu_seqlens=cu_seqlens, **where))
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+@pytest.mark.parametrize("axes", [False, True], ids=["ranks_per_node", "DeviceMesh"])
+@pytest.mark.parametrize("way", WAYS[:4], ids=str)
+def test_on_real_processes(way: dict[str, Any], axes: bool, ranks: Callable[[int], Ranks]) -> None:
+    if axes and way["route"] != "mesh":
+        pytest.skip("one axis")
+    sample = make_sample(**DOCUMENTS, nheads=6, nheads_k=3, causal=True)
+    sample = replace(sample, dlse=torch.zeros_like(sample.dlse))
+    right = expected_of(sample)
+    results = ranks(4).run(over_group, sample, "zigzag", way, axes)
+    for rank, found in enumerate(results):
+        for name, tensor in zip(("out", "dq", "dk", "dv"), found):
+            where = {"rank": rank, "world_size": 4}
+            whole = shard(right[name], "zigzag", cu_seqlens=sample.cu_seqlens_q, **where)
+            assert_close(tensor, whole, rtol=1e-12, atol=1e-12)
+
+
+def wrong_mesh(rank: int, world_size: int) -> list[str]:
+    q = torch.randn(1, 4, 2, 8)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("out", "in"))
+    unnamed = init_device_mesh("cpu", (2, 2))
+    found = []
+    for given in (
+        {"route": "mesh", "group": mesh, "ranks_per_node": 4},
+        {"route": "mesh", "group": unnamed},
+        {"route": "all_to_all", "group": mesh},
+        {"route": "mesh", "ranks_per_node": 3},
+        {"route": "ring", "ranks_per_node": 2},
+    ):
+        with pytest.raises(ValueError) as error:
+            ring_attention(q, q, q, layout="zigzag", **given)
+        found.append(str(error.value))
+    return found
+
+
+def test_wrong_nodes_are_refused(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(4).run(wrong_mesh):
+        words = ("inner axis", "mesh_dim_names", "one axis", "must divide", "only route 'mesh'")
+        assert all(word in message for word, message in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n.startswith(("ulysses", "usp"))])
+def test_public_functions_have_their_point(name: str) -> None:
+    family = FUNCTIONS[name].family
+    route = "all_to_all" if name.startswith("ulysses") else "mesh"
+    assert family.route == route
+    assert callable(getattr(ring_flash_attn, name))
