@@ -74,6 +74,19 @@ CASES = {
         options={"causal": True, "heads_k_stride": 1},
         alibi="each",
     ),
+    "all_to_all": Case(route="all_to_all", options={"causal": True}, sink=True, dtype="bf16"),
+    "all_to_all_shared_heads": Case(
+        route="all_to_all", world_size=3, layout="flat_zigzag", alibi=True, dtype="fp16"
+    ),
+    "mesh": Case(
+        lengths=(20, 13),
+        nheads=2,
+        route="mesh",
+        world_size=4,
+        options={"causal": True, "ranks_per_node": 2, "sources_per_launch": 1, "dropout_p": 0.2},
+        sink=True,
+        dtype="bf16",
+    ),
     "two_sources_a_launch": Case(
         world_size=4, options={"causal": True, "sources_per_launch": 2}, alibi="each"
     ),
@@ -149,7 +162,7 @@ def _errors(case: Case) -> dict[str, float]:
     exact = [x.double().clone().requires_grad_() for x in leaves]
     torch.manual_seed(3)
     seed = int(torch.randint(1 << 62, (), dtype=torch.int64))
-    ways = ("heads_k_stride", "sources_per_launch", "deterministic")
+    ways = ("heads_k_stride", "sources_per_launch", "ranks_per_node", "deterministic")
     options = {name: x for name, x in case.options.items() if name not in ways}
     rules = Rules(sink=exact[3] if case.sink else None, alibi_slopes=slopes, seed=seed, **options)
     want, want_lse = oracle(*exact[:3], rules, cu_seqlens, cu_seqlens)

@@ -342,7 +342,9 @@ def test_all_gather_goes_by_head_groups(backward: bool) -> None:
 
 
 def test_an_unknown_route_is_named_with_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"'carrier_pigeon'.*all_gather, ring, query_ring"):
+    with pytest.raises(
+        ValueError, match=r"'carrier_pigeon'.*all_gather, all_to_all, mesh, ring, query_ring"
+    ):
         make_plan("carrier_pigeon", causal("zigzag", 8, 2), 0)
 
 
