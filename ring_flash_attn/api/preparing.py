@@ -9,6 +9,7 @@ from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
 from ..engine.entry import make_problem
 from ..engine.prepare import Options, planned
+from ..plan.build import check_route
 from ..plan.layout import Layout
 from .sharding import which_rank
 
@@ -47,6 +48,7 @@ def prepare(
         rank, world_size: whose plans; by default this process's in `group`.
         group: process group; the default one if None.
     """
+    check_route(route)
     if route == "mesh" and group is not None:
         group, ranks_per_node = comm.group_and_node(group, ranks_per_node)
     rank, world_size = which_rank(rank, world_size, group)

@@ -83,7 +83,7 @@ _NODE = (
 _MESH = _RING.replace("*", "* ranks_per_node")
 
 BATCH = Signature("batch", entry.run_ring, _RING)
-MESH_BATCH = Signature("mesh_batch", entry.run_ring, _MESH, (_NODE,))
+MESH_BATCH = Signature("batch", entry.run_ring, _MESH, (_NODE,))
 LOCAL_DOCUMENTS = Signature(
     "local_documents",
     entry.run_ring,
@@ -108,7 +108,6 @@ DOCUMENTS = Signature(
 )
 MESH_DOCUMENTS = replace(
     DOCUMENTS,
-    name="mesh_documents",
     order=f"cu_seqlens max_seqlen {_MESH}",
     own=(*DOCUMENTS.own, _NODE),
 )

@@ -58,6 +58,7 @@ def ring_call(
             raise ValueError("cu_seqlens_k is given without cu_seqlens")
         if packed and (seqlen is not None or seqlen_k is not None):
             raise ValueError("seqlen and seqlen_k go with a batch, not with cu_seqlens")
+    check_route(route)
     if route == "mesh":
         group, ranks_per_node = comm.group_and_node(group, ranks_per_node)
     group = comm.resolve_group(group)

@@ -263,7 +263,9 @@ def cases_of(name: str) -> Iterator[tuple[str, Case]]:
     if base != "ring_attention":
         right = {**tensors, **extra_arguments(base, sample, 0, 1)}
         strides = {"heads_k_stride": Kind(ONES, integers_like, integers_unlike)}
-        if base.startswith("stripe"):  # None: no limit
+        if base.startswith("usp"):
+            strides["ranks_per_node"] = Kind({**NOTHING, **ONES})
+        if base.startswith(("stripe", "ulysses", "usp")):  # None: no limit
             strides["max_seqlen"] = Kind({"None": None}, integers_like, integers_unlike)
         if base.startswith("zigzag_llama3"):  # None: all heads at once
             strides["heads_k_stride"] = Kind({"None": None, **ONES}, integers_like, integers_unlike)
@@ -277,6 +279,7 @@ def cases_of(name: str) -> Iterator[tuple[str, Case]]:
     kinds = {"seqlen": integer, "seqlen_k": integer}
     ring = {"sources_per_launch": Kind(counts.means), "heads_k_stride": Kind(optional)}
     gathered = {"sources_per_launch": Kind(optional), "heads_k_stride": counts}
+    kinds["ranks_per_node"] = Kind(optional)
     most = tuple(each for each in names if not each.startswith("cu_seqlens"))
     yield f"{name}, ring", Case(function, {**batch, "route": "ring"}, most, {**kinds, **ring})
     right = {**batch, "route": "all_gather"}
@@ -405,7 +408,7 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     right = {"q": q, "k": k, "v": k, "world_size": 2, "layout": "zigzag", "route": "ring"}
     right |= {"window_size": (1, 1), "alibi_slopes": SLOPES, "sink": SLOPES, "kernel": "reference"}
     few = {"world_size": WHO["world_size"], "sources_per_launch": Kind({**NOTHING, **ONES})}
-    kinds = {**few, "heads_k_stride": Kind(NOTHING)}
+    kinds = {**few, "heads_k_stride": Kind(NOTHING), "ranks_per_node": Kind(NOTHING)}
     names = tuple(
         n
         for n in inspect.signature(virtual).parameters
