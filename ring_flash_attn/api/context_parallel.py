@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .. import comm
 from ..engine import checks
-from ..engine.entry import document_values, run_ring
+from ..engine.entry import check_ranks_per_node, document_values, run_ring
 from ..engine.prepare import Output
 from ..plan.build import check_route
 from ..plan.layout import Layout, get_layout
@@ -41,13 +41,14 @@ class ContextParallel:
 
     Args:
         group: the ranks that share a sequence: a process group, or a DeviceMesh of one axis, such
-            as mesh["cp"]; the default group if None.
+            as mesh["cp"] (of two axes for the route "mesh"); the default group if None.
         layout: as in `ring_attention`; "auto" is "balanced" for packed documents and "zigzag" for a
             batch of equal sequences.
         route: as in `ring_attention`; "auto" is "ring".
         kernel: as in `ring_attention`.
         divisor: if given, padding is added so that all ranks hold as many tokens, a multiple of it.
         pad_token_id: what that padding has as input_ids.
+        ranks_per_node: as in `ring_attention`, for the route "mesh".
     """
 
     group: Group | None = None
@@ -56,13 +57,19 @@ class ContextParallel:
     kernel: str = "auto"
     divisor: int | None = None
     pad_token_id: int = 0
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
-        comm.resolve_group(self.group)
+        route = "ring" if _is_auto(self.route) else self.route
+        check_route(route)
+        if route == "mesh":
+            group, nodes = comm.group_and_node(self.group, self.ranks_per_node)
+            object.__setattr__(self, "group", group)
+            object.__setattr__(self, "ranks_per_node", nodes)
+        _, world_size = comm.rank_and_size(self.group)
+        check_ranks_per_node(self.ranks_per_node, route, world_size)
         if not _is_auto(self.layout):
             get_layout(self.layout)
-        if not _is_auto(self.route):
-            check_route(self.route)
         if self.divisor is not None:
             checks.check_integer("divisor", self.divisor, 1)
         checks.check_integer("pad_token_id", self.pad_token_id)
@@ -183,6 +190,7 @@ class ContextParallel:
             layout=documents.layout,
             route="ring" if _is_auto(self.route) else self.route,
             kernel=self.kernel,
+            ranks_per_node=self.ranks_per_node,
             group=self.group,
             causal=causal,
             **where,

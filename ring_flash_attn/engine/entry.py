@@ -306,6 +306,20 @@ def _check_documents(lengths_q: Sequence[int], lengths_k: Sequence[int]) -> None
         )
 
 
+def check_ranks_per_node(ranks_per_node: object, route: str, world_size: int) -> int | None:
+    """It, if it is None or goes with the route and divides the ranks; ValueError otherwise."""
+    if ranks_per_node is None:
+        return None
+    checked = checks.check_integer("ranks_per_node", ranks_per_node, 1)
+    if route != "mesh":
+        raise ValueError(f"ranks_per_node = {checked}: only route 'mesh' has nodes")
+    if world_size % checked:
+        raise ValueError(
+            f"ranks_per_node = {checked} must divide the number of ranks, {world_size}"
+        )
+    return checked
+
+
 def make_problem(
     layout: str | Layout,
     route: str,
@@ -332,14 +346,6 @@ def make_problem(
             f"sources_per_launch = {sources_per_launch!r}: only routes 'ring' and 'mesh' group "
             f"sources, not {route!r}"
         )
-    if ranks_per_node is not None:
-        ranks_per_node = checks.check_integer("ranks_per_node", ranks_per_node, 1)
-        if route != "mesh":
-            raise ValueError(f"ranks_per_node = {ranks_per_node}: only route 'mesh' has nodes")
-        if world_size % ranks_per_node:
-            raise ValueError(
-                f"ranks_per_node = {ranks_per_node} must divide the number of ranks, {world_size}"
-            )
     return Problem(
         get_layout(layout),
         lengths_q,
@@ -351,5 +357,5 @@ def make_problem(
         sources_per_launch
         if sources_per_launch is None
         else checks.check_integer("sources_per_launch", sources_per_launch, 1),
-        ranks_per_node,
+        check_ranks_per_node(ranks_per_node, route, world_size),
     )

@@ -117,12 +117,29 @@ def test_a_step_is_that_of_one_device(
         compare(found, right)
 
 
-@pytest.mark.parametrize("route", route_names())
-def test_every_route(route: str, ranks: Callable[[int], Ranks]) -> None:
+WAYS: list[dict[str, Any]] = [
+    *({"route": route} for route in route_names()),
+    {"route": "mesh", "ranks_per_node": 1},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_route(way: dict[str, Any], ranks: Callable[[int], Ranks]) -> None:
     documents, batches = both_forms()["packed"]
     right = expected(documents, causal=False)
-    for found in ranks(2).run(step, batches, {"route": route, "kernel": "reference"}, False):
+    for found in ranks(2).run(step, batches, {**way, "kernel": "reference"}, False):
         compare(found, right)
+
+
+def over_axes(rank: int, world_size: int, batches: Batches) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("nodes", "ranks"))
+    return step(rank, world_size, batches, {"route": "mesh", "group": mesh})
+
+
+def test_mesh_of_two_axes(ranks: Callable[[int], Ranks]) -> None:
+    documents, batches = both_forms()["packed"]
+    for found in ranks(2).run(over_axes, batches):
+        compare(found, expected(documents))
 
 
 @pytest.mark.product(4)
@@ -526,6 +543,8 @@ def mistakes(rank: int, world_size: int) -> None:
         (lambda: ContextParallel(layout="spiral"), ValueError, "layout 'spiral'"),
         (lambda: ContextParallel(route="detour"), ValueError, "route 'detour'"),
         (lambda: ContextParallel(divisor=0), ValueError, "divisor"),
+        (lambda: ContextParallel(ranks_per_node=2), ValueError, "only route 'mesh'"),
+        (lambda: ContextParallel(route="mesh", ranks_per_node=3), ValueError, "must divide"),
         (lambda: cp.shard({"input_ids": IDS}, device="abacus"), ValueError, "device = 'abacus'"),
         (lambda: cp.shard(IDS), TypeError, "batch must be a dict"),  # type: ignore[arg-type]
         (lambda: cp.shard({"labels": IDS}), ValueError, "neither input_ids nor inputs_embeds"),
