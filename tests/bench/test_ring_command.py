@@ -364,7 +364,7 @@ def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> 
         (("--documents", "magi", "--seed", "1,2"), "Invalid value for '--seed'"),
         (("--seed", "1"), "seed 1: only for documents from a histogram"),
         (("--heads-k-stride", "3"), "heads_k_stride"),
-        (("ring_flash_attn_func", "--heads-k-stride", "1"), "no function gathers"),
+        (("ring_flash_attn_func", "--heads-k-stride", "1"), "no function goes by head groups"),
         (("--nheads", "3"), "multiple"),
         (("--backend", "pigeon"), "pigeon"),
         (("--backend", "nccl"), "nccl needs a GPU"),
