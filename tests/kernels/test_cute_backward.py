@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 
 import pytest
 import torch
@@ -31,10 +30,17 @@ KEYS = 128  # of an item
     st.integers(0, 300),
     st.none() | st.integers(0, 200),
     st.sampled_from([0, 7, None]),
-    st.sampled_from([64, 128]),
+    st.sampled_from([32, 64, 80, 96, 128]),
+    st.booleans(),
 )
 def test_every_pair_of_a_band_once(
-    lengths: list[int], queries: int, before: int, left: int | None, right: int | None, block: int
+    lengths: list[int],
+    queries: int,
+    before: int,
+    left: int | None,
+    right: int | None,
+    block: int,
+    by_keys: bool,
 ) -> None:
     """Masks leave each pair of the band once, and blocks without one have nothing to hide."""
     from ring_flash_attn.kernels.cute import primitives as ours
@@ -48,7 +54,7 @@ def test_every_pair_of_a_band_once(
     made = [tile for tile in (make_tile(query, key, mask) for key in keys) if tile is not None]
     if not made:
         return
-    work = table(made, KEYS, block, True, torch.device("cpu"))
+    work = table(made, KEYS, block, by_keys, torch.device("cpu"))
     tiles = [TileEntry(*entry[:6]) for entry in work.tiles.tolist()]
     seen: dict[tuple[int, int], int] = {}
     for entry in work.blocks.tolist():
@@ -71,7 +77,9 @@ def test_every_pair_of_a_band_once(
                             begin = max(key + span.low, j)
                             last = min(key + span.high, span.length - 1, last) if key < end else -1
                         for i in range(begin, last + 1):
-                            pair = i, own.row + key - own.first
+                            pair = key, tiles[n].row + i
+                            if by_keys:
+                                pair = i, own.row + key - own.first
                             seen[pair] = seen.get(pair, 0) + 1
     for tile in made:
         for i in range(queries):
@@ -82,28 +90,134 @@ def test_every_pair_of_a_band_once(
 
 
 @needs_dsl
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("d", "dv"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+)
 @pytest.mark.parametrize("many", [False, True])
-def test_sizes_fit(d: int, many: bool) -> None:
-    """Into shared memory, whatever the features are."""
-    from ring_flash_attn.kernels.cute.sizes import SHARED, backward_sizes
+@pytest.mark.parametrize("ordered", [False, True])
+def test_launches(d: int, dv: int, many: bool, ordered: bool) -> None:
+    """They fit into shared memory, and compute each gradient once, dQ in an order if wanted."""
+    from ring_flash_attn.kernels.cute.sizes import SHARED, backward_launches
     from ring_flash_attn.kernels.cute.traits import BackwardTraits
 
-    sizes = backward_sizes(d, d, many)
-    assert sizes is not None
-    traits = BackwardTraits(d=d, dv=d, softcap=many, dropout=many, alibi=many, **sizes._asdict())
-    assert traits.shared <= SHARED
-    assert sizes.block in (64, 128)
+    found = []
+    for launch in backward_launches(d, dv, many, ordered):
+        traits = BackwardTraits(
+            d=d,
+            dv=dv,
+            softcap=many,
+            dropout=many,
+            alibi=many,
+            dq=launch.dq,
+            only=launch.only,
+            exchanged=launch.exchanged,
+            **launch.sizes._asdict(),
+        )
+        assert traits.shared <= SHARED
+        assert not (ordered and traits.dq)
+        found += ["dq"] * launch.dq
+        found += ["dq"] if launch.exchanged else [launch.only] if launch.only else ["dk", "dv"]
+    assert sorted(found) == ["dk", "dq", "dv"]
 
 
-def test_says_why_not() -> None:
-    """Head dimensions that it has no blocks for, and an order that it does not keep."""
+@needs_dsl
+@pytest.mark.parametrize("block", [64, 80, 128])
+def test_places_in_shared_memory(block: int) -> None:
+    """Where threads put ds and a transposed dQ is where products and TMA look for them."""
+    from wgmma_operands import line_of, swizzled
+
+    from ring_flash_attn.kernels.cute.backward_consumer import ds_place, swapped_place
+
+    line = line_of(block)
+    for row in range(64):
+        for g in range(0, block // 8, 2):
+            for half in range(2):
+                byte = 16 * (g + half)
+                wanted = byte // line * 64 * line + row * line + byte % line
+                assert ds_place(row, g, half, block) == swizzled(wanted, line)
+    found = {}
+    for thread in range(128):
+        warp, lane = thread // 32, thread % 32
+        for g in range(block // 8):
+            for r in range(2):
+                for e in range(2):
+                    place = swapped_place(warp, lane, r, e, block) + 1024 * g
+                    query, column = 8 * g + lane % 4 * 2 + e, 16 * warp + lane // 4 + 8 * r
+                    wanted = column // 32 * block * 128 + query * 128 + column % 32 * 4
+                    assert place == swizzled(wanted, 128)
+                    found[place] = None
+    assert len(found) == block * 64
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("headdim", [64, 256])
+@pytest.mark.parametrize("kind", ["rounded", "fresh", "added", "uneven"])
+def test_gradients_of_all_launches(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool, headdim: int, kind: str
+) -> None:
+    """Each launch writes or adds what it computes where it belongs; the reference stands in."""
+    from ring_flash_attn.kernels.base import Grads, Saved
     from ring_flash_attn.kernels.cute import backward_host
+    from ring_flash_attn.kernels.reference import ReferenceKernel
 
-    call = Call(torch.device("cpu"), torch.bfloat16, 4, 2, 128, 128, 0.1, Mask())
-    assert backward_host.why_not(call) == []
-    (reason,) = backward_host.why_not(replace(call, deterministic=True))
-    assert "order" in reason
-    for headdim in (192, 256):
-        (reason,) = backward_host.why_not(replace(call, headdim=headdim))
-        assert str(headdim) in reason
+    dtype = torch.bfloat16 if kind == "rounded" else torch.float32
+    call = Call(
+        torch.device("cpu"),
+        torch.float32,
+        4,
+        2,
+        headdim,
+        headdim,
+        0.1,
+        Mask(None, 0),
+        deterministic=deterministic,
+    )
+    span = Span(0, 50, 0, 1, 0, 0)
+    tile = make_tile(span, span, call.mask)
+    assert tile is not None
+    shapes = [(1, 50, heads, headdim) for heads in (4, 2, 2, 4)]
+    q, k, v, dout = (torch.randn(shape) for shape in shapes)
+    saved = Saved(torch.randn(1, 4, 50) + 4, torch.randn(1, 4, 50))
+    wanted = Grads(*(torch.zeros(shape) for shape in shapes[:3]))
+    ReferenceKernel().backward(dout, q, k, v, [tile], saved, wanted, call)
+    computed: list[str] = []
+
+    def launch(inputs, stats, written, work, parts, fresh, call, launch) -> None:  # type: ignore[no-untyped-def]
+        order = (k, q, dout, v) if launch.exchanged else (q, k, v, dout)
+        assert all(a is b for a, b in zip(inputs, order, strict=True))
+        assert parts == 1
+        assert len(work.blocks) == 1
+        names = ["dk", "dv"] if not launch.only else [launch.only]
+        for name in names:
+            to = written[1 if name == "dk" else 2]
+            name = "dq" if launch.exchanged else name
+            computed.append(name)
+            found = getattr(wanted, name)
+            to.copy_(found if fresh else to + found)
+        if launch.dq:
+            computed.append("dq")
+            written[0].add_(wanted.dq)
+
+    def row_stats(saved: Saved, dout: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        if zeros is not None:
+            zeros.zero_()
+
+    monkeypatch.setattr(backward_host, "_launch", launch)
+    monkeypatch.setattr(backward_host.row_stats, "row_stats", row_stats)
+    monkeypatch.setattr(backward_host, "split", lambda *_: 1)
+    before = [torch.randn(shape).to(dtype) for shape in shapes[:3]]
+    given = [x.clone() for x in before]
+    if kind == "uneven":  # TMA cannot add to it
+        room = torch.zeros(1, 50, 4, headdim + 1)
+        given[0] = room[..., :headdim].copy_(before[0])
+    fresh = kind in ("rounded", "fresh")
+    if fresh:
+        for x in given:
+            x.fill_(torch.nan)
+    backward_host.backward(
+        dout, q, k, v, [tile], saved, Grads(*given, fresh_q=fresh, fresh_k=fresh), call
+    )
+    assert sorted(computed) == ["dk", "dq", "dv"]
+    for x, old, right in zip(given, before, (wanted.dq, wanted.dk, wanted.dv), strict=True):
+        right = right if fresh else old + right
+        assert torch.allclose(x.float(), right.to(dtype).float(), atol=1e-5)

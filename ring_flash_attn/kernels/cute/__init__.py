@@ -35,7 +35,7 @@ class CuteKernel:
         reasons = host.why_not(call)
         if call.needs_grad:
             backward = _backward()
-            reasons += [backward] if isinstance(backward, str) else backward.why_not(call)
+            reasons += [backward] if isinstance(backward, str) else []
         return reasons
 
     def forward(
@@ -73,7 +73,7 @@ class CuteKernel:
 
 @cache
 def _backward() -> Any:
-    """The module with `why_not`, `delta` and `backward`; or why it cannot be imported."""
+    """The module with `delta` and `backward`; or why it cannot be imported."""
     try:
         return importlib.import_module(_BACKWARD)
     except ModuleNotFoundError as missing:  # small kernels of its backward pass are Triton's

@@ -33,6 +33,11 @@ dK is computed. In an item's first block it is that of some other one, and nobod
     named barrier    threads                what it says
     OWN + c          consumer c             what lies behind the item's last key is cleared
 
+Other launches of the same kernel compute less: dK and dV without dQ; one of them alone, where both
+do not fit into registers; or, with queries and keys exchanged, dQ alone, in the order of the keys:
+then an item is 128 queries, blocks are of keys, and "dK" in the code is dQ. See
+`sizes.backward_launches`.
+
 Registers: with head dimension 128 a consumer's thread holds 128 of dK and dV, 64 of S and dP, and
 32 of p and ds as operands, of 240.
 """
@@ -96,14 +101,14 @@ class Backward:
     ) -> None:  # fmt: skip
         """Describe the tensors to TMA, and launch."""
         traits = self.traits
-        dtype, block, piece = traits.element, traits.block, traits.piece
+        dtype, piece = traits.element, traits.piece
         layouts = (
             smem_layout(dtype, piece, traits.d, traits.stages),
             smem_layout(dtype, piece, traits.dv, traits.stages),
             smem_layout(dtype, ROWS, traits.width, CONSUMERS * traits.items, traits.dq_columns),
             smem_layout(dtype, ROWS, traits.dv, CONSUMERS),
-            smem_layout(dtype, ROWS, block, 2 * CONSUMERS),
-            smem_layout(Float32, ROWS, traits.dq_columns, CONSUMERS),
+            smem_layout(dtype, ROWS, traits.ds_columns, traits.ds_buffers),
+            smem_layout(Float32, traits.dq_rows, traits.dq_columns, CONSUMERS),
         )
         q_of = tensor_of(dtype, q, (rows_q, d, nheads, batch), (q_row, q_head, q_batch))
         o_of = tensor_of(dtype, dout, (rows_q, dv_width, nheads, batch), (o_row, o_head, o_batch))
@@ -114,7 +119,7 @@ class Backward:
             dq_of = adding_tma_of(
                 tensor_of(Float32, dq, (rows_q, d, nheads, batch), (dq_row, dq_head, dq_batch)),
                 layouts[5],
-                ROWS,
+                traits.dq_rows,
                 traits.dq_columns,
             )
         loads = BackwardLoads(
@@ -126,14 +131,13 @@ class Backward:
             lse, delta, wide,
         )  # fmt: skip
         heads = nheads_k * parts
-        schedule = Scheduler(
-            blocks, tiles, counter, count, section, batch * heads, heads, nheads // heads
-        )
+        group = Int32(1) if const_expr(traits.exchanged) else nheads // heads
+        schedule = Scheduler(blocks, tiles, counter, count, section, batch * heads, heads, group)
         gradients = Gradients(
             dk, dv, d, dv_width, (dk_batch, dk_row, dk_head),
             (dv_batch, dv_row, dv_head),
         )  # fmt: skip
-        numbers = scale, softcap, slopes, slopes_batch
+        numbers = scale, softcap, slopes, slopes_batch, lse, delta, wide
         dropout = Dropout(seed, Uint32(threshold), keep_scale, head_start)
         self.kernel(
             loads, schedule, gradients, numbers, dropout, parts, nheads, layouts[0], layouts[1],
@@ -190,6 +194,8 @@ class Backward:
         items = smem.allocate_tensor(Int32, cute.make_layout((ITEM, 2)), 16)
         q, dout, k, v, ds = (
             smem.allocate_tensor(traits.element, layout.outer, 1024, swizzle=layout.inner)
+            if layout is not v_layout or traits.values
+            else None
             for layout in (q_layout, do_layout, k_layout, v_layout, ds_layout)
         )
         dq = None

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..tables import BlockEntry
 from . import scores as scores_of
-from .backward_producer import queries_of, read_item
+from .backward_producer import COPIES, queries_of, read_item
 from .primitives import (
     GMEM,
     LOG2E,
@@ -40,6 +40,27 @@ from .scores import Columns, Dropout, Scores, ThreadRows
 from .traits import CONSUMERS, OWN, BackwardShared, BackwardTraits, Gradients, offset
 
 
+def ds_place(row: Any, g: int, more: Any, block: int) -> Any:
+    """Byte of ds, (key, query), of a consumer: of key `row` and group g + `more` of 8 queries.
+
+    Lines are as long as a block allows, 128 bytes as a rule, and their chunks are swizzled.
+    """
+    line = next(each for each in (128, 64, 32) if block * 2 % each == 0)
+    chunks = line // 16
+    chunk = (g % chunks + more) ^ (row // (8 // chunks) % chunks)
+    return row * line + g // chunks * (ROWS * line) + chunk * 16
+
+
+def swapped_place(warp: Any, lane: Any, r: int, e: int, block: int) -> Any:
+    """Byte of dQ, (query, column), of a consumer: of number 2 · r + e of a transposed fragment.
+
+    Four threads' queries are in four banks; the next 8 queries are 1024 bytes further.
+    """
+    chunk = (warp % 2 * 4 + 2 * r + lane // 16) ^ (lane % 4 * 2 + e)
+    query = lane % 4 * 2 + e
+    return warp // 2 * (block * 128) + query * 128 + chunk * 16 + lane // 4 % 4 * 4
+
+
 class BackwardLaunch(NamedTuple):
     """What is the same for all items."""
 
@@ -48,6 +69,7 @@ class BackwardLaunch(NamedTuple):
     scale: Any
     scores: Scores
     slopes: Any  # ALiBi's: address, and what it grows by for each batch
+    stats: Any  # addresses of lse and delta, and numbers of a copy of them
     dropout: Dropout
     shared: BackwardShared
 
@@ -72,10 +94,10 @@ class Thread(NamedTuple):
     number: Any
     warp: Any
     s: Operands
-    dp: Operands
+    dp: Any  # None where it is not needed, and so is dQ
     dv: Operands
     dk: Operands
-    dq: Operands
+    dq: Any
 
 
 class KeyBlock(NamedTuple):
@@ -87,6 +109,7 @@ class KeyBlock(NamedTuple):
         keys: where its keys are in shared memory.
         row: the consumer's first key, in the span.
         first: number of its first block.
+        stats: lse and delta of a thread's rows, where these are queries.
         dk, dv: registers.
     """
 
@@ -96,6 +119,7 @@ class KeyBlock(NamedTuple):
     keys: Any
     row: Any
     first: Any
+    stats: Any
     dk: Any
     dv: Any
 
@@ -130,10 +154,17 @@ class BackwardConsumer:
         self, schedule: Any, gradients: Any, numbers: Any, dropout: Any, shared: Any
     ) -> None:
         """dK and dV of 64 keys, and half of dQ, of each item."""
-        scale, softcap, slopes, slopes_batch = numbers
+        scale, softcap, slopes, slopes_batch, *stats = numbers
         scores = scores_of.scores_of(scale, softcap, self.traits)
         launch = BackwardLaunch(
-            schedule, gradients, scale, scores, (slopes, slopes_batch), dropout, shared
+            schedule,
+            gradients,
+            scale,
+            scores,
+            (slopes, slopes_batch),
+            tuple(stats),
+            dropout,
+            shared,
         )
         me = self.who(shared)
         w = Int32(0)
@@ -158,15 +189,19 @@ class BackwardConsumer:
         dp = product_of(dtype, traits.piece, False, False)
         dv = product_of(dtype, traits.dv, True, True)
         dk = product_of(dtype, traits.d, True, True)
-        dq = product_of(dtype, traits.dq_columns, False, True, True)
+        left, right = transposed(shared.ds), transposed(shared.k)
+        if traits.swapped:
+            left, right = right, left
+        columns = traits.block if traits.swapped else traits.dq_columns
+        dq = product_of(dtype, columns, False, True, True)
         return Thread(
             group,
             warp,
             self.operands(s, shared.k, shared.q),
-            self.operands(dp, shared.v, shared.dout),
+            self.operands(dp, shared.v, shared.dout) if traits.values else None,
             self.operands(dv, None, transposed(shared.dout)),
             self.operands(dk, None, transposed(shared.q)),
-            self.operands(dq, transposed(shared.ds), transposed(shared.k)),
+            self.operands(dq, left, right) if traits.dq else None,
         )
 
     def operands(self, mma: Any, a: Any, b: Any) -> Operands:
@@ -182,13 +217,20 @@ class BackwardConsumer:
         """dK and dV of 64 keys, and half of dQ of their queries."""
         traits, shared = self.traits, launch.shared
         own, batch, part = read_item(shared, shared.item.stage(w))
-        dk, dv = accumulators(traits.d), accumulators(traits.dv)
-        dk.fill(0.0)
-        dv.fill(0.0)
+        dk, dv, stats = None, None, None
+        if const_expr(traits.only != "dv"):
+            dk = accumulators(traits.d)
+            dk.fill(0.0)
+        if const_expr(traits.only != "dk"):
+            dv = accumulators(traits.dv)
+            dv.fill(0.0)
+        if const_expr(traits.exchanged):
+            stats = self.stats_of_rows(launch, me, own, batch, part)
         keys = shared.keys.stage(w) * CONSUMERS
-        item = KeyBlock(own, batch, part, keys, own.first + me.number * ROWS, n, dk, dv)
+        item = KeyBlock(own, batch, part, keys, own.first + me.number * ROWS, n, stats, dk, dv)
         shared.keys.await_full(w)
-        shared.values.await_full(w)
+        if const_expr(traits.values > 0):
+            shared.values.await_full(w)
         self.clear_rest(shared, me, item)
         head = part * launch.schedule.group
         last = head + launch.schedule.group
@@ -208,7 +250,8 @@ class BackwardConsumer:
             warpgroup.wait_group(0)
             if n > item.first:
                 shared.queries.release(n - 1)  # of one piece each
-        shared.values.release(w)
+        if const_expr(traits.values > 0):
+            shared.values.release(w)
         if const_expr(traits.dq):
             self.await_block(shared, n - 1)  # its ds is there, and nobody reads those before
             if n > item.first:
@@ -222,6 +265,17 @@ class BackwardConsumer:
         self.store_gradients(launch, me, w, n, dk, dv)
         return n
 
+    def stats_of_rows(self, launch: Any, me: Any, own: Any, batch: Any, part: Any) -> Any:
+        """lse and delta of a thread's two rows, where these are queries."""
+        lse, delta, wide = launch.stats
+        row = me.number * ROWS + me.warp * 16 + lane_again() // 4
+        first = Int64((batch * launch.schedule.nheads + part) * COPIES) * Int64(wide)
+        places = [first + Int64(own.row + cutlass.min(row + 8 * r, own.rows - 1)) for r in range(2)]
+        return tuple(
+            tuple(number(at(address, Float32, place)) for place in places)
+            for address in (lse, delta)
+        )
+
     @cute.jit
     def clear_rest(self, shared: Any, me: Any, item: Any) -> None:
         """Zeros behind the item's last key: what lies there may be NaN, and 0 · NaN is."""
@@ -231,8 +285,8 @@ class BackwardConsumer:
         if there < ROWS:
             for smem, stage, columns in (
                 (shared.k, item.keys + me.number, traits.width),
-                (shared.v, me.number, traits.dv),
-            ):
+                (shared.v, me.number, traits.values),
+            )[: 2 if traits.values else 1]:
                 words = cute.recast_tensor(smem, Int32)
                 first = cutlass.max(there, 0) + me.warp
                 for row in cutlass.range(first, ROWS, WARPGROUP // 32, unroll=1):
@@ -260,6 +314,8 @@ class BackwardConsumer:
         words = None
         if traits.dropout:
             words = [scores_of.spread(own.token + (row + 8 * r) * own.stride) for r in range(2)]
+            if traits.exchanged:
+                words = [scores_of.mix(head.hash ^ word) for word in words]
         origin = own.position - own.first * own.stride  # own.position is of the item's first row
         return ThreadRows(own.first + row, lane % 4 * 2, origin, own.stride, head.slope, words)
 
@@ -299,13 +355,20 @@ class BackwardConsumer:
         shared.queries.await_full(u)
         s = accumulators(traits.piece)
         self.issue(me.s, s, traits.piece, item.keys + me.number, stage, traits.d // 16)
-        shared.douts.await_full(u)
-        dp = accumulators(traits.piece)
-        self.issue(me.dp, dp, traits.piece, me.number, stage, traits.dv // 16)
+        dp = None
+        if const_expr(traits.values > 0):
+            shared.douts.await_full(u)
+            dp = accumulators(traits.piece)
+            self.issue(me.dp, dp, traits.piece, me.number, stage, traits.dv // 16)
         rows = self.rows_of(me, item, head, lane)
-        lse, delta = (self.stats(x, stage, rows) for x in (shared.lse, shared.delta))
+        if const_expr(traits.exchanged):
+            lse, delta = item.stats
+        else:
+            lse, delta = (self.stats(x, stage, rows) for x in (shared.lse, shared.delta))
+        if const_expr(traits.early_lse):
+            lse = scores_of.load_stats(lse, traits.piece)
         columns = Columns(lse, delta, head.hash)
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(1 if const_expr(traits.values > 0) else 0)
         if const_expr(traits.overlap):
             if n > item.first:
                 shared.queries.release(u - 1)
@@ -314,21 +377,57 @@ class BackwardConsumer:
         bits.fill(0)
         row = h * traits.piece
         self.probabilities(launch, item, rows, columns, span, tile, s, p, j, row, bits)
-        if const_expr(traits.late):
-            warpgroup.wait_group(0)
+        if const_expr(traits.only):
+            self.end_piece(launch, me, item, rows, columns, s, dp, p, ds, bits, u, stage)
         else:
+            self.end_all(launch, me, item, rows, columns, s, dp, p, ds, bits, n, u, h, stage, lane)
+
+    @cute.jit
+    def end_piece(
+        self, launch: Any, me: Any, item: Any, rows: Any, columns: Any, s: Any, dp: Any, p: Any,
+        ds: Any, bits: Any, u: Any, stage: Any,
+    ) -> None:  # fmt: skip
+        """dK or dV, where nothing else is wanted."""
+        traits, shared = self.traits, launch.shared
+        if const_expr(traits.only == "dv"):
+            shared.douts.await_full(u)
             self.add(me.dv, item.dv, p, traits.dv, stage)
-            warpgroup.wait_group(1)
-        if const_expr(traits.dq):
+        else:
+            warpgroup.wait_group(0)
+            scores_of.score_gradients(ds, s, dp, rows, columns, launch.dropout, bits, traits)
+            self.add(me.dk, item.dk, ds, traits.d, stage)
+        warpgroup.wait_group(0)
+        shared.queries.release(u)
+
+    @cute.jit
+    def end_all(
+        self, launch: Any, me: Any, item: Any, rows: Any, columns: Any, s: Any, dp: Any, p: Any,
+        ds: Any, bits: Any, n: Any, u: Any, h: Any, stage: Any, lane: Any,
+    ) -> None:  # fmt: skip
+        """dV and dK, and dQ of the block before."""
+        traits, shared = self.traits, launch.shared
+        if const_expr(not traits.late):
+            self.add(me.dv, item.dv, p, traits.dv, stage)
+        if const_expr(traits.early_delta):
+            columns = columns._replace(delta=scores_of.load_stats(columns.delta, traits.piece))
+        warpgroup.wait_group(0 if const_expr(traits.late) else 1)
+        if const_expr(traits.dq and not traits.early_delta):
             self.await_block(shared, n - 1)
         scores_of.score_gradients(ds, s, dp, rows, columns, launch.dropout, bits, traits)
+        if const_expr(traits.dq and traits.early_delta):
+            self.await_block(shared, n - 1)
+        if const_expr(traits.dq and traits.swapped and not traits.store_last):
+            self.store_ds(shared, me, ds, n, h, lane)  # before products: else it is computed later
         if const_expr(traits.late):
             round_into(p, s)
             self.add(me.dv, item.dv, p, traits.dv, stage)
         if const_expr(traits.dq):
-            self.store_ds(shared, me, ds, n, h, lane)  # before dQ: else it is computed later
+            if const_expr(not traits.swapped and not traits.store_last):
+                self.store_ds(shared, me, ds, n, h, lane)  # before dQ
             dq = self.issue_dq(me, item, n - 1, h)
             self.add(me.dk, item.dk, ds, traits.d, stage)
+            if const_expr(traits.store_last):
+                self.store_ds(shared, me, ds, n, h, lane)
             warpgroup.wait_group(1)
             if n > item.first:
                 self.put_dq(launch, me, dq, u - traits.pieces, lane)
@@ -388,7 +487,7 @@ class BackwardConsumer:
             begin = inside(j, masked.length, traits.block) + at_row
             end = item.own.first + item.own.rows
             scores_of.mask(s, rows, masked, j, begin, end)
-        shown = None if const_expr(traits.late) else p
+        shown = None if const_expr(traits.late or traits.only == "dk") else p
         token = queries.token + start * rows.stride if const_expr(traits.dropout) else None
         scores_of.probabilities(
             s, shown, launch.scores, rows, columns, token, launch.dropout, bits, capped, traits
@@ -408,18 +507,23 @@ class BackwardConsumer:
     def issue_dq(self, me: Thread, item: KeyBlock, n: Any, h: Any) -> Any:
         """Begin dQ = ds' · k of a block, over both consumers' keys; a part of a consumer's half."""
         traits, of = self.traits, me.dq
-        dq = accumulators(traits.dq_columns)
+        wide = traits.block if traits.swapped else traits.dq_columns
+        dq = accumulators(wide)
         row, column = (me.number, 0) if traits.by_rows else (0, me.number * traits.pieces + h)
         buffer = (n & 1) * CONSUMERS
         a, b = [], []
         for c in range(CONSUMERS):
             for m in range(ROWS // 16):
-                a.append(of.a[None, row, m, buffer + c])
-                b.append(of.b[None, column, m, item.keys + c])
+                if traits.swapped:
+                    a.append(of.a[None, me.number, m, item.keys + c])
+                    b.append(of.b[None, 0, m, buffer + c])
+                else:
+                    a.append(of.a[None, row, m, buffer + c])
+                    b.append(of.b[None, column, m, item.keys + c])
         steps = CONSUMERS * ROWS // 16
         multiply(
             of.mma,
-            as_c(dq, traits.dq_columns),
+            as_c(dq, wide),
             [self.one(x) for x in a],
             [self.one(x) for x in b],
             steps,
@@ -435,16 +539,14 @@ class BackwardConsumer:
 
     @cute.jit
     def store_ds(self, shared: Any, me: Any, ds: Any, n: Any, h: Any, lane: Any) -> None:
-        """Where both consumers read it for dQ: (key, query), rows of 128 bytes, swizzled."""
+        """Where both consumers read it for dQ: (key, query), see `ds_place`."""
         traits = self.traits
         words = cute.recast_tensor(ds, Int32)
         base = Int32(shared.ds[None, None, (n & 1) * CONSUMERS + me.number].iterator.toint())
         row = me.warp * 16 + lane % 16
-        base = base + row * 128
         groups = traits.piece // 8
         for g in cutlass.range_constexpr(0, groups, 2):
-            chunk = (g % 8 + h * groups + lane // 16) ^ (row % 8)
-            to = base + (g // 8 * (ROWS * 128)) + chunk * 16
+            to = base + ds_place(row, g, h * groups + lane // 16, traits.block)
             store_matrices(to, [words[2 * g + m] for m in range(4)])
 
     @cute.jit
@@ -452,6 +554,27 @@ class BackwardConsumer:
         """Put the n-th part of dQ where the adder finds it; a fence has to follow."""
         traits, sums = self.traits, launch.shared.sums
         cute.arch.mbarrier_wait(sums.empty + me.number, (n & 1) ^ 1)
+        if const_expr(traits.swapped):
+            self.put_swapped(launch, me, dq, lane)
+        else:
+            self.put_straight(launch, me, dq, lane)
+
+    @cute.jit
+    def put_swapped(self, launch: Any, me: Any, dq: Any, lane: Any) -> None:
+        """A thread has two columns of d, of two queries in each 8; four rows are in four banks."""
+        traits = self.traits
+        base = Int32(launch.shared.dq[None, None, me.number].iterator.toint())
+        for r in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(2):
+                here = base + swapped_place(me.warp, lane, r, e, traits.block)
+                for g in cutlass.range_constexpr(traits.block // 8):
+                    number = dq[4 * g + 2 * r + e] * launch.scale
+                    vector(shared_at(here + g * 1024, Float32, 4), 1)[0] = number
+
+    @cute.jit
+    def put_straight(self, launch: Any, me: Any, dq: Any, lane: Any) -> None:
+        """A thread has two queries, and two columns of each 8."""
+        traits = self.traits
         line = 32 if const_expr(traits.dq_columns % 32 == 0) else 16  # columns of its swizzle
         chunks, lines = line // 4, 32 // line  # chunks of 16 bytes in it, and it in 128 bytes
         base = Int32(launch.shared.dq[None, None, me.number].iterator.toint())
@@ -493,25 +616,27 @@ class BackwardConsumer:
         dk_row = offset(gradients.dk_strides, batch, own.row, part)
         dv_row = offset(gradients.dv_strides, batch, own.row, part)
         dv_scale = launch.dropout.keep_scale if const_expr(traits.dropout) else Float32(1.0)
+        room = Int32(0)
         if const_expr(traits.rounded):
-            room = Int32(shared.ds[None, None, (n & 1) * CONSUMERS + me.number].iterator.toint())
-            self.store_rounded(
+            buffer = (n & 1) * CONSUMERS if const_expr(traits.dq) else 0
+            room = Int32(shared.ds[None, None, buffer + me.number].iterator.toint())
+        if const_expr(traits.only != "dv"):
+            self.store(
                 me, room, dk, gradients.dk, dk_row, gradients.dk_strides[1], own.rows, traits.d,
                 gradients.d, launch.scale,
             )  # fmt: skip
-            self.store_rounded(
+        if const_expr(traits.only != "dk"):
+            self.store(
                 me, room, dv, gradients.dv, dv_row, gradients.dv_strides[1], own.rows, traits.dv,
                 gradients.dv_width, dv_scale,
             )  # fmt: skip
+
+    def store(self, me: Any, room: Any, *numbers: Any) -> None:
+        """A gradient, rounded or not."""
+        if self.traits.rounded:
+            self.store_rounded(me, room, *numbers)
         else:
-            self.store_sums(
-                me, dk, gradients.dk, dk_row, gradients.dk_strides[1], own.rows, traits.d,
-                gradients.d, launch.scale,
-            )  # fmt: skip
-            self.store_sums(
-                me, dv, gradients.dv, dv_row, gradients.dv_strides[1], own.rows, traits.dv,
-                gradients.dv_width, dv_scale,
-            )  # fmt: skip
+            self.store_sums(me, *numbers)
 
     @cute.jit
     def store_sums(

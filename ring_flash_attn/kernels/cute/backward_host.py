@@ -18,34 +18,34 @@ from ..scheduler import counter, free_processors, section, split
 from ..tables import Table, table
 from ..tma import fit, tma_strides
 from .host import _DTYPES, _CompiledLaunch, _strides
-from .sizes import SHARED, BackwardSizes, backward_sizes, padded
+from .sizes import SHARED, BackwardSizes, GradientLaunch, backward_launches, backward_sizes, padded
 
 if TYPE_CHECKING:  # it needs CuTe DSL
     from .traits import BackwardTraits
 
 _KEYS = 128  # of an item
 _KEPT = 512  # launches
-_COMPARED = 128  # head dimensions whose gradients were compared with fp64 on a GPU
 _launches: Cache[tuple[object, ...], _CompiledLaunch] = Cache(_KEPT)
 
 
-def why_not(call: Call) -> list[str]:
-    """Reasons, besides the forward's, why it cannot do a call."""
-    found = []
-    if sizes_of(call) is None or call.headdim > _COMPARED:
-        found.append(
-            f"head dimensions {call.headdim} and {call.headdim_v} are not ones that it has a "
-            "backward pass for"
-        )
-    if call.deterministic or torch.are_deterministic_algorithms_enabled():
-        found.append("its backward pass adds dQ in no particular order")
-    return found
+def ordered(call: Call) -> bool:
+    """Whether gradients are to be the same every time."""
+    return call.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def _many(call: Call) -> bool:
+    """Features that leave few registers."""
+    return call.softcap > 0 or call.dropout_p > 0 or call.alibi_slopes is not None
 
 
 def sizes_of(call: Call) -> BackwardSizes | None:
-    """How its launches are cut up."""
-    many = call.softcap > 0 or call.dropout_p > 0 or call.alibi_slopes is not None
-    return backward_sizes(call.headdim, call.headdim_v, many)
+    """How one launch for all gradients is cut up; None if they need several."""
+    return backward_sizes(call.headdim, call.headdim_v, _many(call))
+
+
+def launches_of(call: Call) -> list[GradientLaunch]:
+    """Launches of a call."""
+    return backward_launches(call.headdim, call.headdim_v, _many(call), ordered(call))
 
 
 def delta(dout: Tensor, out: Tensor, call: Call) -> Tensor:
@@ -64,78 +64,97 @@ def backward(
     call: Call,
     sizes: BackwardSizes | None = None,
 ) -> None:
-    """Add the gradients that `tiles` contribute, of dQ in no order; `sizes` is for measurements."""
-    sizes = sizes or sizes_of(call)
-    assert sizes is not None, "why_not"
+    """Add the gradients that `tiles` contribute; `sizes`, of one launch, is for measurements."""
+    launches = launches_of(call) if sizes is None else [GradientLaunch(sizes)]
     dq = grads.dq
-    direct = dq.dtype is torch.float32 and fit(dq) is dq
+    adds = launches[0].dq  # in no order; else one launch writes dQ
+    direct = fit(dq) is dq and (dq.dtype is torch.float32 or (grads.fresh_q and not adds))
     if not direct:
         dq = torch.empty_like(dq, dtype=torch.float32, memory_format=torch.contiguous_format)
-    stats = row_stats.row_stats(saved, dout, dq if not direct or grads.fresh_q else None)
-    work = table(tiles, _KEYS, sizes.block, True, q.device)
-    parts = split(work, q.shape[0], call)
-    given = grads.dk, grads.dv
+    zeroed = not direct or (adds and grads.fresh_q)
+    stats = row_stats.row_stats(saved, dout, dq if zeroed else None)
+    for launch in launches:
+        if launch.exchanged:
+            work = table(tiles, _KEYS, launch.sizes.block, False, q.device)
+            inputs = k, q, dout, v
+            _launch(inputs, stats, (dq, dq, dq), work, 1, grads.fresh_q or not direct, call, launch)
+        else:
+            _keys((q, k, v, dout), tiles, stats, dq, grads, call, launch)
+    if not direct:
+        grads.dq.copy_(dq) if grads.fresh_q else grads.dq.add_(dq)
+
+
+def _keys(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    tiles: Sequence[Tile],
+    stats: tuple[Tensor, Tensor],
+    dq: Tensor,
+    grads: Grads,
+    call: Call,
+    launch: GradientLaunch,
+) -> None:
+    """A launch for what belongs to keys, whose groups of query heads may go in parts."""
+    work = table(tiles, _KEYS, launch.sizes.block, True, dq.device)
+    parts = split(work, dq.shape[0], call)
+    given = [x for name, x in (("dk", grads.dk), ("dv", grads.dv)) if launch.only in ("", name)]
     if parts > 1:
         found = [make_parts(grad, parts, work.rows) for grad in given]
     else:
         found = [fit(grad) for grad in given]
-    _launch((q, k, v, dout), stats, dq, found, work, parts, grads.fresh_k, call, sizes)
+    written = dq, found[0], found[-1]  # of dK and dV, one twice if the other is not computed
+    _launch(inputs, stats, written, work, parts, grads.fresh_k, call, launch)
     for grad, each in zip(given, found, strict=True):
         if parts > 1:
             add_up(each, grad, grads.fresh_k)
         elif each is not grad:
             grad.copy_(each)
-    if not direct:
-        grads.dq.copy_(dq) if grads.fresh_q else grads.dq.add_(dq)
 
 
 def _launch(
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
     stats: tuple[Tensor, Tensor],
-    dq: Tensor,
-    found: Sequence[Tensor],
+    written: tuple[Tensor, Tensor, Tensor],
     work: Table,
     parts: int,
     fresh: bool,
     call: Call,
-    sizes: BackwardSizes,
+    launch: GradientLaunch,
 ) -> None:
-    """One launch of the kernel."""
+    """One launch of the kernel: its q, k, v and dout, and its dQ, dK and dV."""
     slopes, seed = call.alibi_slopes, call.seed
     device = inputs[0].device
     tensors = [
         *(fit(x) for x in inputs),
         *stats,
-        dq,
-        *found,
+        *written,
         work.blocks if slopes is None else slopes.float().contiguous(),  # never read where it
         work.blocks if seed is None else seed,  # stands in for what is not there
         counter(device),
     ]
     key = (
         id(work),
-        sizes,
+        launch,
         call.key,
         parts,
         fresh,
         *[(x.shape, x.stride(), x.dtype) for x in tensors[:9]],
     )
-    launch = _launches.get(key)
-    if launch is None:
-        traits = traits_of(work, call, sizes, fresh or parts > 1, found[0].dtype)
-        launch = _launches.add(key, _first(tensors, work, parts, call, traits))
-    launch.again(tensors, device)
+    known = _launches.get(key)
+    if known is None:
+        traits = traits_of(work, call, launch, fresh or parts > 1, written[1].dtype)
+        known = _launches.add(key, _first(tensors, work, parts, call, traits))
+    known.again(tensors, device)
 
 
 def traits_of(
-    work: Table, call: Call, sizes: BackwardSizes, fresh: bool, dtype: torch.dtype
+    work: Table, call: Call, launch: GradientLaunch, fresh: bool, dtype: torch.dtype
 ) -> BackwardTraits:
     """What the kernel of a launch is compiled for.
 
     Args:
         work: the launch's table.
         call: the call.
-        sizes: how it is cut up.
+        launch: how it is cut up, and what it computes.
         fresh: dK and dV, or parts of them, are written.
         dtype: in which.
     """
@@ -146,7 +165,7 @@ def traits_of(
         dtype=_DTYPES[call.dtype],
         d=d,
         dv=dv,
-        **sizes._asdict(),
+        **launch.sizes._asdict(),
         even=d == call.headdim and dv == call.headdim_v,
         softcap=call.softcap > 0,
         alibi=call.alibi_slopes is not None,
@@ -154,6 +173,9 @@ def traits_of(
         short=work.short,
         fresh=fresh,
         rounded=dtype is not torch.float32,
+        dq=launch.dq,
+        only=launch.only,
+        exchanged=launch.exchanged,
     )
     assert traits.shared <= SHARED, traits
     assert traits.fresh or not traits.rounded, "what is added to is in fp32"
@@ -167,7 +189,7 @@ def _first(
     from .compiled import backward_kernel
 
     q, k, v, dout, lse, _, dq, dk, dv = tensors[:9]
-    batch, heads = q.shape[0], call.nheads_k * parts
+    batch, heads = q.shape[0], k.shape[2] * parts
     count = len(work.blocks)
     dropped = threshold(call.dropout_p)
     numbers = (
@@ -176,8 +198,8 @@ def _first(
         batch,
         q.shape[1],
         k.shape[1],
-        call.nheads,
-        call.nheads_k,
+        q.shape[2],
+        k.shape[2],
         call.headdim,
         call.headdim_v,
         lse.shape[-1],

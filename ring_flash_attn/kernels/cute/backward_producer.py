@@ -84,10 +84,13 @@ class BackwardProducer:
                     while j < queries.end:
                         row = queries.row + inside(j, queries.length, traits.block)
                         stats = (batch * nheads + head) * COPIES
+                        other = head
+                        if const_expr(traits.exchanged):
+                            other = head // (schedule.nheads // nheads)
                         for h in cutlass.range_constexpr(traits.pieces):
                             u = n * traits.pieces + h
                             shorts = self.load_piece(
-                                loads, shared, u, shorts, batch, head, row + h * traits.piece,
+                                loads, shared, u, shorts, batch, other, row + h * traits.piece,
                                 queries.length, h * traits.piece, stats,
                             )  # fmt: skip
                         if waiting == 1:
@@ -126,10 +129,11 @@ class BackwardProducer:
             loads.k, shared.k, shared.keys.stage(w), shared.keys.full_of(w), traits.width, batch,
             head, row,
         )  # fmt: skip
-        shared.values.await_empty(w)
-        self.load_halves(
-            loads.v, shared.v, Int32(0), shared.values.full_of(w), traits.dv, batch, head, row
-        )
+        if const_expr(traits.values > 0):
+            shared.values.await_empty(w)
+            self.load_halves(
+                loads.v, shared.v, Int32(0), shared.values.full_of(w), traits.dv, batch, head, row
+            )
 
     @cute.jit
     def load_halves(
@@ -179,6 +183,8 @@ class BackwardProducer:
         copy, first = row & (COPIES - 1), cutlass.min(row & -COPIES, loads.wide - COPIES)
         there = Int64(stats + copy) * Int64(loads.wide) + Int64(first)
         size = cutlass.min(Int32(traits.piece), loads.wide - first) * 4
+        if const_expr(traits.exchanged):
+            size = Int32(0)  # consumers read what belongs to their rows
         q_bytes, do_bytes = traits.piece * traits.d * 2, traits.piece * traits.dv * 2
         with cute.arch.elect_one():
             if const_expr(barriers == 1):
@@ -187,14 +193,16 @@ class BackwardProducer:
                 cute.arch.mbarrier_arrive_and_expect_tx(q_full, q_bytes + size)
         load_rows(*loads.q, batch, head, row, shared.q, stage, q_full)
         with cute.arch.elect_one():
-            lse = shared.lse[None, stage].iterator
-            load_bytes(lse.toint(), at(loads.lse, Float32, there, 16), size, q_full)
+            if const_expr(not traits.exchanged):
+                lse = shared.lse[None, stage].iterator
+                load_bytes(lse.toint(), at(loads.lse, Float32, there, 16), size, q_full)
             if const_expr(barriers == 2):
                 cute.arch.mbarrier_arrive_and_expect_tx(do_full, do_bytes + size)
         load_rows(*loads.dout, batch, head, row, shared.dout, stage, do_full)
-        with cute.arch.elect_one():
-            delta = shared.delta[None, stage].iterator
-            load_bytes(delta.toint(), at(loads.delta, Float32, there, 16), size, do_full)
+        if const_expr(not traits.exchanged):
+            with cute.arch.elect_one():
+                delta = shared.delta[None, stage].iterator
+                load_bytes(delta.toint(), at(loads.delta, Float32, there, 16), size, do_full)
 
     @cute.jit
     def clear_rest(self, shared: Any, stage: Any, length: Any) -> None:
@@ -208,9 +216,9 @@ class BackwardProducer:
                 for m in cutlass.range_constexpr((pairs + 31) // 32):
                     if lane + 32 * m < pairs:
                         words[row, lane + 32 * m, stage] = Int32(0)
-        for m in cutlass.range_constexpr(traits.piece // 32):
+        for m in cutlass.range_constexpr((traits.piece + 31) // 32):
             row = lane + 32 * m
-            if row >= length:
+            if (row >= length) & (row < traits.piece):
                 shared.lse[row, stage] = Float32.inf
                 shared.delta[row, stage] = Float32(0.0)
         cute.arch.fence_view_async_shared()  # WGMMAs read it next
@@ -249,6 +257,8 @@ class Adder:
                         for h in cutlass.range_constexpr(traits.pieces):
                             part_column = column + h * traits.dq_columns
                             cute.arch.mbarrier_wait(shared.sums.full + c, n & 1)
+                            if const_expr(traits.short):
+                                self.clear_rest(shared, c, queries.length - shift)
                             # Rows of other blocks or documents get zeros.
                             add_rows(*dq, batch, head, row, part_column, shared.dq, c)
                             cute.arch.cp_async_bulk_commit_group()
@@ -263,3 +273,16 @@ class Adder:
             w += 1
             shared.item.await_full(w)
             own, batch, part = read_item(shared, shared.item.stage(w))
+
+    @cute.jit
+    def clear_rest(self, shared: Any, c: Any, length: Any) -> None:
+        """Zeros for what lies behind a short document: there 0 · k is NaN if a key is inf."""
+        traits = self.traits
+        lane = cute.arch.lane_idx()
+        for row in cutlass.range(cutlass.max(length, 0), traits.dq_rows, unroll=1):
+            for m in cutlass.range_constexpr((traits.dq_columns + 31) // 32):
+                if lane + 32 * m < traits.dq_columns:
+                    shared.dq[row, lane + 32 * m, c] = Float32(0.0)
+        if length < traits.dq_rows:
+            cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()

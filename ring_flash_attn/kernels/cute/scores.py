@@ -257,8 +257,9 @@ def head_hash(dropout: Dropout, batch: Any, head: Any) -> Any:
 
 
 def vector_of_words(address: Any) -> tuple[Any, Any]:
-    """The low and the high half of an int64."""
-    return number(at(address, Uint32, Int64(0))), number(at(address, Uint32, Int64(1)))
+    """The low and the high half of an int64. What is loaded counts as signed until it is cast."""
+    low, high = (number(at(address, Uint32, Int64(half))) for half in range(2))
+    return Uint32(low), Uint32(high)
 
 
 def tokens_of(rows: Any, keys: Any, start: Any) -> tuple[Any, Any]:
@@ -302,9 +303,12 @@ class Columns(NamedTuple):
     """What is known of a block's queries, in shared memory or registers.
 
     Attributes:
-        lse: address, in shared memory, of a thread's first: in base 2, +inf where no key was seen.
-        delta: and of what is subtracted from dp.
+        lse: in base 2, +inf where no key was seen: registers, or the address of a thread's first in
+            shared memory.
+        delta: the same of what is subtracted from dp.
         hash: dropout's, of the head.
+
+    Where roles are exchanged rows are queries: lse and delta are numbers of a thread's two rows.
     """
 
     lse: Any
@@ -312,9 +316,21 @@ class Columns(NamedTuple):
     hash: Any
 
 
-def pair_of(address: Any, g: int) -> Any:
-    """Two numbers of shared memory, of a thread's two columns of group g."""
-    return vector(shared_at(address + 32 * g, Float32, 8), 2).load()
+def pair_of(numbers: Any, g: int) -> Any:
+    """Two numbers, of a thread's two columns of group g: in registers, or from an address on."""
+    if isinstance(numbers, cute.Tensor):
+        return numbers[2 * g], numbers[2 * g + 1]
+    return vector(shared_at(numbers + 32 * g, Float32, 8), 2).load()
+
+
+def load_stats(address: Any, columns: int) -> Any:
+    """A thread's lse or delta of a block, in registers."""
+    numbers = cute.make_rmem_tensor(columns // 4, Float32)
+    for g in range(columns // 8):
+        pair = pair_of(address, g)
+        numbers[2 * g] = pair[0]
+        numbers[2 * g + 1] = pair[1]
+    return numbers
 
 
 @cute.jit
@@ -329,16 +345,18 @@ def probabilities(
     of the block's first query. `capped` has the softcap's derivative, where s does not say it.
     """
     for g in cutlass.range_constexpr(cute.size(s) // 4):
-        lse = pair_of(columns.lse, g)
+        lse = columns.lse if const_expr(traits.exchanged) else pair_of(columns.lse, g)
         hashes: Any = None
         if const_expr(traits.dropout):
             tokens = [token + (rows.column + 8 * g + e) * rows.stride for e in range(2)]
-            hashes = [mix(columns.hash ^ spread(each)) for each in tokens]
+            hashes = [spread(each) for each in tokens]
+            if const_expr(not traits.exchanged):
+                hashes = [mix(columns.hash ^ each) for each in hashes]
         for r in cutlass.range_constexpr(2):
             shown = []
             for e in cutlass.range_constexpr(2):
                 i = 4 * g + 2 * r + e
-                power = exp2(s[i] * scores.factor - lse[e])
+                power = exp2(s[i] * scores.factor - lse[r if const_expr(traits.exchanged) else e])
                 if const_expr(traits.dropout):
                     stays = mix(hashes[e] ^ rows.hashes[r]) >= dropout.threshold
                     bit = Uint32(1 << i % 32)
@@ -374,7 +392,7 @@ def score_gradients(
     """ds, rounded, without the softmax scale."""
     pairs = cute.recast_tensor(ds, Int32)
     for g in cutlass.range_constexpr(cute.size(s) // 4):
-        delta = pair_of(columns.delta, g)
+        delta = columns.delta if const_expr(traits.exchanged) else pair_of(columns.delta, g)
         for r in cutlass.range_constexpr(2):
             found = []
             for e in cutlass.range_constexpr(2):
@@ -383,5 +401,5 @@ def score_gradients(
                 if const_expr(traits.dropout):
                     stays = (bits[i // 32] & Uint32(1 << i % 32)) != 0
                     away = away * dropout.keep_scale if stays else Float32(0.0)
-                found.append(s[i] * (away - delta[e]))
+                found.append(s[i] * (away - delta[r if const_expr(traits.exchanged) else e]))
             pairs[2 * g + r] = pack(found[0], found[1], ds.element_type)

@@ -130,17 +130,25 @@ class BackwardTraits:
     Attributes:
         dtype: "bf16" or "fp16".
         d, dv: columns of products with q and k, and with v and dout.
-        block: queries of a block: 64, or 128 of which each consumer computes half of dQ's rows.
+        block: queries of a block: 64, or 128 of which each consumer computes half of dQ's rows;
+            any multiple of 16 if dQ is not computed, or `swapped`.
         stages: pieces of queries in shared memory.
         items: whose keys are there.
         late: dV is computed behind dS: for blocks too large for both operands in registers.
         overlap: S of a block is begun before dK of the one before is complete.
+        early_lse: lse is read before S is there, not behind it.
+        early_delta: the same of delta and dP; and ds is computed before the other consumer is
+            waited for.
+        store_last: ds goes to shared memory behind the issue of dQ and dK, not before it.
+        swapped: dQ is computed transposed, (d, queries), with whole columns for each consumer.
         even: d and dv are the head dimensions.
         softcap, alibi, dropout: features.
         short: some span of queries is shorter than a block.
         fresh: dK and dV are written, else added to.
         rounded: dK and dV are in `dtype`, and the launch is the only one; else in fp32.
         dq: compute it, too.
+        only: "dk" or "dv": compute nothing else.
+        exchanged: items are queries and blocks are keys, and what is called dK is dQ.
     """
 
     dtype: str = "bf16"
@@ -151,6 +159,10 @@ class BackwardTraits:
     items: int = 1
     late: bool = False
     overlap: bool = False
+    early_lse: bool = False
+    early_delta: bool = False
+    swapped: bool = False
+    store_last: bool = False
     even: bool = True
     softcap: bool = False
     alibi: bool = False
@@ -159,10 +171,15 @@ class BackwardTraits:
     fresh: bool = True
     rounded: bool = True
     dq: bool = True
+    only: str = ""
+    exchanged: bool = False
 
     def __post_init__(self) -> None:
+        assert not (self.dq and self.only)
+        assert not self.exchanged or self.only == "dk"
         assert not (self.late and (self.softcap or self.dropout)), "p is gone by then"
         assert not (self.overlap and self.piece < self.block)
+        assert not self.swapped or (self.d == CONSUMERS * ROWS and self.pieces == 1)
 
     @property
     def element(self) -> Any:
@@ -171,12 +188,12 @@ class BackwardTraits:
     @property
     def piece(self) -> int:
         """Queries of a stage, whose scores are computed at a time: a block, or half of one."""
-        return 32 if self.d > 128 else self.block
+        return 32 if self.d > 128 and not self.only else self.block
 
     @property
     def by_rows(self) -> bool:
         """Consumers share out dQ's rows, not its columns."""
-        return self.block > ROWS
+        return self.block > ROWS and not self.swapped
 
     @property
     def pieces(self) -> int:
@@ -190,6 +207,25 @@ class BackwardTraits:
         return self.d if self.by_rows else -(-self.d // (16 * parts)) * 16
 
     @property
+    def dq_rows(self) -> int:
+        """Queries that a consumer computes dQ of."""
+        return self.block if self.swapped else ROWS
+
+    @property
+    def ds_columns(self) -> int:
+        """Of ds in shared memory; where dQ is not computed, room for what is stored is left."""
+        return self.block if self.dq else ROWS
+
+    @property
+    def ds_buffers(self) -> int:
+        return 2 * CONSUMERS if self.dq else CONSUMERS
+
+    @property
+    def values(self) -> int:
+        """Columns of values of an item, which dV alone needs none of."""
+        return 0 if self.only == "dv" else self.dv
+
+    @property
     def width(self) -> int:
         """Columns of keys in shared memory."""
         return self.d if self.by_rows else CONSUMERS * self.pieces * self.dq_columns
@@ -197,10 +233,10 @@ class BackwardTraits:
     @property
     def shared(self) -> int:
         """Bytes of shared memory, mbarriers and alignment included."""
-        keys = CONSUMERS * ROWS * (self.items * self.width + self.dv)
+        keys = CONSUMERS * ROWS * (self.items * self.width + self.values)
         queries = self.stages * self.piece * (self.d + self.dv)
-        ds = 2 * CONSUMERS * ROWS * self.block
-        dq = CONSUMERS * ROWS * self.dq_columns if self.dq else 0
+        ds = self.ds_buffers * ROWS * self.ds_columns
+        dq = CONSUMERS * self.dq_rows * self.dq_columns if self.dq else 0
         stats = 2 * self.stages * self.piece
         return 2 * (keys + queries + ds) + 4 * (dq + stats) + 1024
 
@@ -236,8 +272,8 @@ class BackwardShared(NamedTuple):
     dout: Any  # (piece, dv, stages)
     k: Any  # (64, width, 2 · items): two consumers
     v: Any  # (64, dv, 2)
-    ds: Any  # (64, block, 4): two blocks, two consumers
-    dq: Any  # (64, dq_columns, 2): each consumer's part
+    ds: Any  # (64, ds_columns, ds_buffers): two blocks, two consumers
+    dq: Any  # (dq_rows, dq_columns, 2): each consumer's part
     lse: Any  # (piece, stages)
     delta: Any
     items: Any  # (ITEM, 2)
