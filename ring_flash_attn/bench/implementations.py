@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,13 @@ def find_implementation(
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
             return flash_attn_func(
-                q, k, v, causal=workload.causal, window_size=workload.window, kernel=name
+                q,
+                k,
+                v,
+                causal=workload.causal,
+                window_size=workload.window,
+                softcap=workload.softcap,
+                kernel=name,
             )
 
         return run
@@ -104,6 +110,8 @@ def _standard(workload: Workload, device: torch.device) -> Attention:
         k, v = (_for_each_query_head(x, workload) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scores = q @ k.transpose(2, 3) * workload.headdim**-0.5
+        if workload.softcap:
+            scores = workload.softcap * (scores / workload.softcap).tanh()
         if seen is not None:
             scores = scores.masked_fill(~seen, -math.inf)
         return (scores.softmax(dim=-1) @ v).transpose(1, 2)
@@ -120,6 +128,9 @@ def _sdpa(name: str, backend: str, *, masks: bool, groups: bool, cpu: bool) -> I
 
     def why(workload: Workload, device: torch.device, grad: bool) -> list[str]:
         found = [] if cpu else _gpu_only(workload, device, grad)
+        found += _no_softcap(workload)
+        if backend == "FLASH_ATTENTION" and workload.headdim_v is not None:
+            found.append("its values are as wide as its keys")
         if not masks and workload.window != _NO_WINDOW:
             found.append("it has no sliding windows")
         if device.type == "cuda" and backend != "MATH":
@@ -207,8 +218,16 @@ def _gpu_only(workload: Workload, device: torch.device, grad: bool) -> list[str]
     return [] if device.type == "cuda" else [f"it is compared on GPUs, not on {device}"]
 
 
+def _no_softcap(workload: Workload) -> list[str]:
+    return ["it is compared without softcap only"] if workload.softcap else []
+
+
+def _flex_why(workload: Workload, device: torch.device, grad: bool) -> list[str]:
+    return [*_gpu_only(workload, device, grad), *_no_softcap(workload)]
+
+
 def _xformers_why(workload: Workload, device: torch.device, grad: bool) -> list[str]:
-    found = _gpu_only(workload, device, grad)
+    found = [*_gpu_only(workload, device, grad), *_no_softcap(workload)]
     if workload.window != _NO_WINDOW:
         found.append("it is compared without windows only")
     try:
@@ -229,23 +248,31 @@ def _xformers(workload: Workload, device: torch.device) -> Attention:
     return run
 
 
-def _flash_attn(name: str, module: str, kernel: str, no_limit: int | None) -> Implementation:
+def _flash_attn(
+    name: str, module: str, kernel: str, no_limit: int | None, *, widths: bool = False
+) -> Implementation:
     """A release of flash-attn, called as its own users do.
 
-    `kernel` is ours on it, and knows what it can do; `no_limit` is a side of a window without one.
+    `kernel` is ours on it, and knows what it can do, but for values of another width, which the
+    library may take by itself (`widths`); `no_limit` is a side of a window without one.
     """
+
+    def why(workload: Workload, device: torch.device, grad: bool) -> list[str]:
+        same = replace(workload, headdim_v=None) if widths else workload
+        return _kernel_why(kernel, same, device, grad)
 
     def make(workload: Workload, device: torch.device) -> Attention:
         function = import_module(module).flash_attn_func
         window = tuple(no_limit if side < 0 else side for side in workload.window)
+        options = {"softcap": workload.softcap} if workload.softcap else {}
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            found = function(q, k, v, causal=workload.causal, window_size=window)
+            found = function(q, k, v, causal=workload.causal, window_size=window, **options)
             return found[0] if isinstance(found, tuple) else found
 
         return run
 
-    return Implementation(name, functools.partial(_kernel_why, kernel), make)
+    return Implementation(name, why, make)
 
 
 _LIBRARIES = {
@@ -256,10 +283,10 @@ _LIBRARIES = {
         _sdpa("SDPA efficient", "EFFICIENT_ATTENTION", masks=True, groups=False, cpu=False),
         _sdpa("SDPA cuDNN", "CUDNN_ATTENTION", masks=False, groups=True, cpu=False),
         _sdpa("SDPA math", "MATH", masks=True, groups=True, cpu=True),
-        Implementation("FlexAttention", _gpu_only, _flex),
+        Implementation("FlexAttention", _flex_why, _flex),
         Implementation("xFormers", _xformers_why, _xformers),
         _flash_attn("flash-attn 2", "flash_attn", "flash_attn", -1),
         _flash_attn("flash-attn 3", "flash_attn_interface", "fa3", -1),
-        _flash_attn("flash-attn 4", "flash_attn.cute", "fa4", None),
+        _flash_attn("flash-attn 4", "flash_attn.cute", "fa4", None, widths=True),
     )
 }

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .implementations import Attention
 
 _SCORES = 1 << 27  # entries of the fp64 matrices that are held at a time: 1 GiB each
+_MEASURED = ("headdim_v", "softcap")  # features that all that are compared know, or refuse
 _NO_ROOM = ("CUDA out of memory", "CUDA error: out of memory")  # in errors of other kinds
 Report = Callable[[str], None]
 Result = TypeVar("Result")
@@ -43,12 +44,14 @@ def measure(
 
     Rows of one that cannot do it, or fails, say why. `grad`: backward, and both passes together, as
     well; `errors`: compare out (and gradients) with fp64; `graphs`: time CUDA graphs, which are
-    free of the host's time. ValueError for names that there are not, and for documents or features.
+    free of the host's time. ValueError for names that there are not, and for documents or other
+    features than softcap and values of another width.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be positive, not {repeats}")
     check_graphs(graphs, device)
-    left_out = [*workload.features, *(["cu_seqlens"] if workload.packed else [])]
+    left_out = [name for name in workload.features if name not in _MEASURED]
+    left_out += ["cu_seqlens"] if workload.packed else []
     if left_out:
         raise ValueError(f"{', '.join(left_out)}: only plain batches are measured on one device")
     passes = PASSES if grad else (FORWARD,)
@@ -311,7 +314,7 @@ def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> 
     group, scale = workload.nheads // workload.nheads_k, workload.headdim**-0.5
     q, dout = (x[0, :, :group].to(torch.float64) for x in (q, dout))
     k, v = (x[0, :, 0].to(torch.float64) for x in (k, v))
-    out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (dout, q, k, v))
     (left, right), causal = workload.window, workload.causal
     columns = torch.arange(len(k), device=q.device)
     for rows in columns.split(max(1, _SCORES // len(k))):
@@ -319,6 +322,9 @@ def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> 
         for head in range(group):
             mine, above = q[rows, head], dout[rows, head]
             scores = (mine @ k.T) * scale
+            if workload.softcap:
+                capped = (scores / workload.softcap).tanh()
+                scores = workload.softcap * capped
             if left >= 0:
                 scores.masked_fill_(distance < -left, -torch.inf)
             if causal or right >= 0:
@@ -326,6 +332,8 @@ def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> 
             p = scores.softmax(dim=-1)
             out[rows, head] = p @ v
             ds = p * (above @ v.T - (above * out[rows, head]).sum(-1, keepdim=True)) * scale
+            if workload.softcap:
+                ds *= 1 - capped.square()
             dq[rows, head] = ds @ k
             dk += ds.T @ mine
             dv += p.T @ above

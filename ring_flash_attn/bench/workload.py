@@ -123,7 +123,9 @@ class Workload:
             put("seqlen_k", sum(lengths_of(self.cu_seqlens_k)))
             if len(self.cu_seqlens_k) != len(self.cu_seqlens or ()):
                 raise ValueError("cu_seqlens_k must delimit as many documents as cu_seqlens")
-        for name in _SIZES:
+        if self.headdim_v == self.headdim:
+            put("headdim_v", None)
+        for name in (*_SIZES, *(["headdim_v"] if self.headdim_v is not None else [])):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.nheads % self.nheads_k:
@@ -141,7 +143,10 @@ class Workload:
             tokens += f" in {len(self.lengths)} document{'s' * (len(self.lengths) != 1)}"
         if self.window != (-1, -1):
             seen += ", window {},{}".format(*self.window)
-        sizes = f"batch {self.batch}, {tokens}, heads {heads}, headdim {self.headdim}"
+        if self.softcap:
+            seen += f", softcap {self.softcap:g}"
+        dims = f"{self.headdim}/{self.headdim_v}" if self.headdim_v else self.headdim
+        sizes = f"batch {self.batch}, {tokens}, heads {heads}, headdim {dims}"
         return f"{sizes}, {seen}, {self.dtype}"
 
     # Shapes.

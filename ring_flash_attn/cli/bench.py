@@ -57,8 +57,10 @@ def bench(
     nheads: o.Nheads = None,
     nheads_k: o.NheadsK = None,
     headdim: o.Headdim = None,
+    headdim_v: o.HeaddimV = None,
     causal: o.Causal = None,
     window: o.Window = None,
+    softcap: o.Softcap = None,
     dtype: o.Dtype = None,
     preset: o.Preset = None,
     kernel: Implementation = AUTO,
@@ -81,12 +83,12 @@ def bench(
     from ..bench.machine import find_device
 
     numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
-    numbers |= {"nheads_k": nheads_k, "headdim": headdim}
+    numbers |= {"nheads_k": nheads_k, "headdim": headdim, "headdim_v": headdim_v}
     grad = not o.without_gradients(preset, no_grad)
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a benchmark")
-        workloads = o.make_workloads(preset, causal, window, dtype, **numbers)
+        workloads = o.make_workloads(preset, causal, window, dtype, softcap, **numbers)
         jobs = [([_find_able("--kernel", kernel, each, where, grad)], each) for each in workloads]
     console = screen()
     rows = _measure(
@@ -116,8 +118,10 @@ def compare(
     nheads: o.Nheads = None,
     nheads_k: o.NheadsK = None,
     headdim: o.Headdim = None,
+    headdim_v: o.HeaddimV = None,
     causal: o.Causal = None,
     window: o.Window = None,
+    softcap: o.Softcap = None,
     dtype: o.Dtype = None,
     preset: o.Preset = None,
     versus: Annotated[
@@ -159,13 +163,13 @@ def compare(
 
     left_out = ""
     numbers = {"batch": batch, "seqlen": seqlen, "nheads": nheads}
-    numbers |= {"nheads_k": nheads_k, "headdim": headdim}
+    numbers |= {"nheads_k": nheads_k, "headdim": headdim, "headdim_v": headdim_v}
     grad = not o.without_gradients(preset, no_grad)
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a comparison")
         check_graphs(graphs, where)
-        workloads = o.make_workloads(preset, causal, window, dtype, **numbers)
+        workloads = o.make_workloads(preset, causal, window, dtype, softcap, **numbers)
         if versus is None and names and NATIVE in names:
             others = [name for name in names if name != NATIVE]
             gated = gate or min_speed is not None or max_memory is not None

@@ -271,7 +271,12 @@ def _describe(row: Row) -> str:
         seen += f", {len(work['lengths'])} documents"
     if "documents" in work:
         seen += f" of {work['documents']}, seed {work.get('seed')}"
-    what = f"{work.get('batch')} × {work.get('seqlen')}, {heads} × {work.get('headdim')}, {seen}"
+    if "softcap" in work:
+        seen += f", softcap {work['softcap']:g}"
+    dims = (
+        work.get("headdim") if "headdim_v" not in work else f"{work['headdim']}/{work['headdim_v']}"
+    )
+    what = f"{work.get('batch')} × {work.get('seqlen')}, {heads} × {dims}, {seen}"
     place = ", ".join(f"{name} {value}" for name, value in row.placement.items())
     parts = (f"{row.kind} {row.implementation} {row.passes}", f"{what}, {work.get('dtype')}", place)
     return "; ".join(part for part in parts if part)

@@ -73,6 +73,12 @@ Seqlen = Annotated[str | None, typer.Option(help="Tokens of each; or several: 51
 Nheads = Annotated[str | None, typer.Option(help="Query heads; or several.")]
 NheadsK = Annotated[str | None, typer.Option(help="KV heads; by default as many; or several.")]
 Headdim = Annotated[str | None, typer.Option(help="Head dimension; or several.")]
+HeaddimV = Annotated[
+    str | None, typer.Option(help="Head dimension of v and out, if not --headdim; or several.")
+]
+Softcap = Annotated[
+    float | None, typer.Option(min=0, help="Scores are softcap · tanh(score / softcap); 0: not.")
+]
 _CAUSAL = typer.Option("--causal/--full", help="Queries see no later keys, or all.")
 Causal = Annotated[bool | None, _CAUSAL]
 IsCausal = Annotated[bool, _CAUSAL]
@@ -208,6 +214,7 @@ def make_workloads(
     causal: bool | None,
     window: str | None,
     dtype: str | None,
+    softcap: float | None = None,
     **numbers: str | None,
 ) -> list[Workload]:
     """Every combination of what the user wrote, else of the preset, else the default.
@@ -216,6 +223,7 @@ def make_workloads(
     """
     sides = None if window is None else parse_window(window)
     single: dict[str, Any] = {"causal": causal, "window": sides, "dtype": dtype}
+    single["softcap"] = softcap
     changes = {name: each for name, each in single.items() if each is not None}
     start = replace(Workload() if preset is None else PRESETS[preset], **changes)
     lists: dict[str, Any] = {}

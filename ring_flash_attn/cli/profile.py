@@ -72,7 +72,7 @@ def profile(
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a profile")
-        workload, *more = make_workloads(preset, causal, window, dtype, **numbers)
+        workload, *more = make_workloads(preset, causal, window, dtype, None, **numbers)
         if more:
             raise ValueError(f"{1 + len(more)} workloads: give one number to --seqlen and the like")
         grad = not without_gradients(preset, no_grad)

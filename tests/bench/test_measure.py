@@ -30,6 +30,7 @@ from ring_flash_attn.verify.oracle import Rules, oracle
 CPU = torch.device("cpu")
 SMALL = Workload(2, 37, 4, 2, 8, True, (-1, -1), torch.float32)
 WINDOWS = ((-1, -1), (5, -1), (5, 3), (0, 0))
+OTHERS: dict[str, Any] = {"headdim_v": 6, "softcap": 2.0}
 HERE = ("reference", "torch standard", "SDPA flash", "SDPA math")
 
 
@@ -41,7 +42,7 @@ def right(of: Workload) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Tensor]:
     """Of the oracle that `rfa verify` uses: results, and what they are results of."""
     (q, k, v), dout = of.tensors(CPU)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, _ = oracle(q, k, v, Rules(causal=of.causal, window_size=of.window))
+    out, _ = oracle(q, k, v, Rules(causal=of.causal, window_size=of.window, softcap=of.softcap))
     grads = torch.autograd.grad(out, leaves, dout)
     found = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
     return found, tuple(leaves), dout
@@ -122,9 +123,9 @@ def test_the_call_has_the_workloads_own_scale() -> None:
     assert call_of(PACKED, CPU).softmax_scale == 8**-0.5
 
 
-@pytest.mark.parametrize("of", [PACKED, replace(SMALL, softcap=2.0)], ids=["packed", "softcap"])
+@pytest.mark.parametrize("of", [PACKED, replace(SMALL, sink=True)], ids=["packed", "sink"])
 def test_what_would_be_left_out_is_refused(of: Workload) -> None:
-    with pytest.raises(ValueError, match=r"cu_seqlens|softcap"):
+    with pytest.raises(ValueError, match=r"cu_seqlens|sink"):
         measure(["reference"], of, CPU, kind="bench", repeats=1)
 
 
@@ -133,12 +134,16 @@ def test_what_would_be_left_out_is_refused(of: Workload) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("features", [{}, OTHERS], ids=["plain", "features"])
 def test_fp64_by_rows_is_the_oracle(
-    causal: bool, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    causal: bool,
+    window: tuple[int, int],
+    features: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a few rows at a time; the first KV head of the first sequence, and its query heads."""
     monkeypatch.setattr("ring_flash_attn.bench.measure._SCORES", 10 * 37)
-    of = workload(causal, window)
+    of = replace(workload(causal, window), **features)
     want, leaves, dout = right(of)
     found = exact(of, *(x.detach() for x in leaves), dout)
     for name, value in found.items():
@@ -154,13 +159,20 @@ def test_fp64_by_rows_is_the_oracle(
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_implementations_compute_the_same(name: str, causal: bool, window: tuple[int, int]) -> None:
+@pytest.mark.parametrize("features", [{}, {"headdim_v": 6}, OTHERS], ids=["plain", "dv", "both"])
+def test_implementations_compute_the_same(
+    name: str, causal: bool, window: tuple[int, int], features: dict[str, Any]
+) -> None:
     """All batches and heads, out and gradients."""
-    of = workload(causal, window)
+    of = replace(workload(causal, window), **features)
     found = find_implementation(name, of, CPU)
     reasons = found.why_not(of, CPU, True)
+    if name.startswith("SDPA") and of.softcap:
+        assert "it is compared without softcap only" in reasons
+        return
     if reasons:
-        assert (name, window != (-1, -1)) == ("SDPA flash", True), reasons
+        more = window != (-1, -1) or of.headdim_v is not None
+        assert (name, more) == ("SDPA flash", True), reasons
         return
     want, leaves, dout = right(of)
     out = found.make(of, CPU)(*leaves)  # type: ignore[arg-type]
