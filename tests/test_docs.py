@@ -541,6 +541,30 @@ def test_figures_by_shape_are_those_of_the_files() -> None:
             assert ratio == f"{speed['triton', passes] / best:.2f}", file
 
 
+def test_figures_of_three_implementations_are_those_of_the_file() -> None:
+    names = ("triton", "cute", "flash-attn 4", "SDPA cuDNN")
+    shapes: dict[str, list[Row]] = {}
+    for row in stored("kernels"):
+        if row.failed is None:
+            shapes.setdefault(str(Workload.from_dict(row.workload)), []).append(row)
+    lines = table("results/README.md", "three")
+    assert len(lines) == len(shapes) == 15
+    for (shape, *shown, of_triton, of_cute), rows in zip(lines, shapes.values(), strict=True):
+        assert shape.startswith(f"{rows[0].workload['batch']}, {rows[0].workload['nheads']}/")
+        assert shown == [rates(rows, name) for name in names], shape
+        speed = {(row.implementation, row.passes): row.tflops or 0.0 for row in rows}
+        for name, ratios in (("triton", of_triton), ("cute", of_cute)):
+            best = [
+                max(speed.get((each, passes), 0.0) for each in names[2:])
+                for passes in ("forward", "backward")
+            ]
+            forward, backward = speed[name, "forward"] / best[0], speed[name, "backward"] / best[1]
+            assert ratios == f"{forward:.2f} / {backward:.2f}", shape
+        errors = {row.implementation: row.errors for row in rows if row.errors}
+        for tensor, error in errors["cute"].items():
+            assert error["relative"] <= 1.1 * errors["flash-attn 4"][tensor]["relative"]
+
+
 def test_figures_by_length_are_those_of_the_file() -> None:
     lengths = [1024, 2048, 4096, 8192, 16384, 32768]
     found = [*stored("lengths"), *stored("compare_causal_d128")]

@@ -338,14 +338,27 @@ def _order(call: Call) -> tuple[str, ...]:
     generation = 0
     if call.device.type == "cuda" and torch.version.hip is None:
         generation = torch.cuda.get_device_capability(call.device)[0]
-    wide = max(call.headdim, call.headdim_v)
-    if generation == 9 and (wide <= 64 or (wide <= 128 and _has_hopper_kernels(call))):
-        return ("fa4", "fa3", "triton", "cudnn", "flash_attn", "fa2", "reference")
-    if generation in (9, 10):
+    if generation == 9:
+        return ("fa4", "fa3", *_order_on_hopper(call), "flash_attn", "fa2", "reference")
+    if generation == 10:
         return ("fa4", "fa3", "cudnn", "triton", "flash_attn", "fa2", "reference")
     if generation:
         return ("flash_attn", "fa2", "triton", "cudnn", "fa3", "fa4", "reference")
     return ("triton", *LIBRARIES, "reference")
+
+
+def _order_on_hopper(call: Call) -> tuple[str, str, str]:
+    """Of `triton`, `cute` and `cudnn`.
+
+    `triton` has no products of 80, 96 or 192 columns: it pads them, and `cute` does not.
+    """
+    wide = max(call.headdim, call.headdim_v)
+    hopper = wide <= 128 and _has_hopper_kernels(call)
+    if call.dropout_p > 0 or (hopper and (wide <= 64 or wide == 128)):
+        return ("triton", "cute", "cudnn")
+    if wide <= 64 or hopper:
+        return ("cute", "triton", "cudnn")
+    return ("cute", "cudnn", "triton")
 
 
 def _has_hopper_kernels(call: Call) -> bool:

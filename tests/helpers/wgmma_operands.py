@@ -39,7 +39,7 @@ class Ptx:
                 self._define(halves[2], "high", halves[3])
                 continue
             found = re.match(r"([\w.:]+)\s+(%\w+)(?:\|%\w+)?, (.*);", line)
-            if found and not found[1].startswith(("st.", "cp.", "mbarrier", "red", "bar")):
+            if found and not found[1].startswith(("st.", "cp.", "mbarrier", "red.", "bar")):
                 self._define(found[2], found[1], found[3])
 
     def _define(self, register: str, name: str, operands: str) -> None:
@@ -55,7 +55,7 @@ class Ptx:
         name, operands = definitions[0]
         assert not name.startswith("ld."), f"{register} is loaded"
         words = re.findall(r"%[\w.]+", operands)
-        if name.startswith("shfl"):
+        if _arity(name) == 1:
             words = words[:1]
         return set().union(*(self.counters(each) for each in words))
 
@@ -74,7 +74,7 @@ class Ptx:
 
 
 def _arity(name: str) -> int:
-    return 1 if name.startswith("shfl") else 3
+    return 1 if name.startswith(("shfl", "redux")) else 3  # of numbers that a warp has in common
 
 
 def _compute(name: str, operands: str, of: list[int]) -> int:
@@ -82,7 +82,7 @@ def _compute(name: str, operands: str, of: list[int]) -> int:
     kind = name.split(".")[0]
     if operands.startswith("{"):
         return (of[0] & _WORD) | (of[1] & _WORD) << 32
-    if kind in ("mov", "shfl", "cvt", "low", "high"):
+    if kind in ("mov", "shfl", "redux", "cvt", "low", "high"):
         return of[0] >> 32 & _WORD if kind == "high" else of[0] & (_WORD if kind == "low" else mask)
     results = {
         "add": lambda: of[0] + of[1],

@@ -25,7 +25,9 @@ pytestmark = [
 
 ADDED = {"fresh": False, "rounded": False, "short": True, "even": False}
 # What deterministic calls take.
-PLAIN_ORDER = dict.fromkeys(("late", "early_lse", "early_delta", "swapped", "store_last"), False)
+PLAIN_ORDER = dict.fromkeys(
+    ("late", "early_lse", "early_delta", "swapped", "store_last", "whole"), False
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,10 @@ def test_compiled(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> 
     assert code.registers == 168, "a third of what there is: groups of warps exchange them later"
     features = {"softcap", "alibi", "dropout"} & set(case.flags)
     alone = "only" in case.flags and case.d > 128  # where items begin and end
-    allowed = 64 if features else 48 if alone else 8 if _sizes(case).swapped else 0
+    swapped, whole = _sizes(case).swapped, _sizes(case).whole
+    allowed = 64 if features else 48 if alone else 8 if swapped else 0
+    if whole and "rounded" in case.flags:
+        allowed = 24  # what is written where items and tiles begin
     assert code.stack <= allowed, "registers that went to memory"
     assert code.stores <= (2 if len(features) > 1 else 0)
     assert not code.overwritten
@@ -124,7 +129,11 @@ def test_compiled(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> 
     waits = (2 if case.flags.get("only") == "dv" else 3) + (
         1 + ends if case.flags.get("dq", True) else 0
     )
+    if whole:  # S, dP, dV, dK, and dQ twice
+        waits = 6
     assert code.counts["WARPGROUP"] == waits, "ptxas waits where we do not"
+    if whole:
+        assert code.loops[0].count("R2UR") == 0, "descriptors are computed in uniform registers"
     assert code.counts["UTMALDG"] > 0
     assert (code.counts["UTMAREDG"] > 0) == case.flags.get("dq", True)
     assert len(code.loops) == 1, "both consumers run the same code, with and without a mask"
@@ -179,20 +188,22 @@ def test_operands(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> 
     d, dv = case.d, case.dv or case.d
     only, sizes = case.flags.get("only", ""), _sizes(case)
     block, stages = sizes.block, sizes.stages
-    piece = 32 if d > 128 and not only else block
+    piece = 32 if d > 128 and not (only or sizes.whole) else block
+    dout_stages = 1 if sizes.whole else stages
     pieces = block // piece
     by_rows = block > 64 and not sizes.swapped
     columns = d if by_rows else -(-d // (32 * pieces)) * 16  # of dQ, computed at a time
     width = d if by_rows else 2 * pieces * columns  # of keys
     q = Memory(1024, piece, d, line_of(d))
     dout = Memory(q.base + stages * piece * d * 2, piece, dv, line_of(dv))
-    k = Memory(dout.base + stages * piece * dv * 2, 64, width, line_of(columns))
+    k = Memory(dout.base + dout_stages * piece * dv * 2, 64, width, line_of(columns))
     v = Memory(k.base + 2 * sizes.items * 64 * width * 2, 64, dv, line_of(dv))
     ds = Memory(v.base + 2 * 64 * dv * 2, 64, block, line_of(block))
 
     def operands(name: str, step: int, c: int, n: int, h: int) -> list[Operand]:
         """Those in shared memory, for 16 inner columns, of consumer c in a piece of block n."""
-        stage, inner = (n * pieces + h) % stages, 16 * step
+        of_dout = name in ("dP", "dV")
+        stage, inner = (n * pieces + h) % (dout_stages if of_dout else stages), 16 * step
         if name in ("S", "dP"):
             left, right = (k, q) if name == "S" else (v, dout)
             return [
@@ -214,7 +225,9 @@ def test_operands(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> 
     ptx = Ptx(compiled[str(case)].result()[1])
     steps = {"S": d // 16, "dP": dv // 16, "dV": piece // 16, "dQ": 8, "dK": piece // 16}
     left_out = {"dk": ("dV", "dQ"), "dv": ("dP", "dQ", "dK"), "": ()}[only]
-    steps = {name: count for name, count in steps.items() if name not in left_out}
+    left_out = left_out if case.flags.get("dq", True) else (*left_out, "dQ")
+    order = ["S", "dP", "dV", "dK", "dQ"] if sizes.whole else list(steps)
+    steps = {name: steps[name] for name in order if name not in left_out}
     products = iter(ptx.products)  # in the loop, in this order; then the last dQ
     first, second = ptx.products[0].descriptors
     blocks = ptx.counters(second)  # of blocks, and of pieces if there are some

@@ -155,11 +155,14 @@ def test_the_reasons_of_a_call(on_hopper: list[Call]) -> None:
     assert base.why_not("cute", of_documents) == ["its ALiBi has the same slopes in all documents"]
 
 
-def test_auto_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+def test_auto_knows_it_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = 9
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
     monkeypatch.setattr(base, "_registered", [])
-    assert "cute" not in base.candidates("auto", call_of())
+    assert "cute" in base.candidates("auto", call_of())
     assert "cute" not in base.candidates("native", call_of())
+    generation = 8
+    assert "cute" not in base.candidates("auto", call_of())
     assert base.candidates("cute", call_of()) == ("cute",)
 
 

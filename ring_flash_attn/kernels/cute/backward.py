@@ -104,7 +104,7 @@ class Backward:
         dtype, piece = traits.element, traits.piece
         layouts = (
             smem_layout(dtype, piece, traits.d, traits.stages),
-            smem_layout(dtype, piece, traits.dv, traits.stages),
+            smem_layout(dtype, piece, traits.dv, traits.dout_stages),
             smem_layout(dtype, ROWS, traits.width, CONSUMERS * traits.items, traits.dq_columns),
             smem_layout(dtype, ROWS, traits.dv, CONSUMERS),
             smem_layout(dtype, ROWS, traits.ds_columns, traits.ds_buffers),
@@ -189,7 +189,10 @@ class Backward:
         item, keys, values, queries, sums = (
             make_ring(smem, stages) for stages in (2, traits.items, 1, traits.stages, CONSUMERS)
         )
-        douts = Ring(smem.allocate_array(Int64, traits.stages), queries.empty, traits.stages)
+        if traits.whole:
+            douts = make_ring(smem, traits.dout_stages)
+        else:
+            douts = Ring(smem.allocate_array(Int64, traits.stages), queries.empty, traits.stages)
         landed = smem.allocate_array(Int64, 1)
         items = smem.allocate_tensor(Int32, cute.make_layout((ITEM, 2)), 16)
         q, dout, k, v, ds = (
@@ -201,8 +204,10 @@ class Backward:
         dq = None
         if traits.dq:
             dq = smem.allocate_tensor(Float32, dq_layout.outer, 1024, swizzle=dq_layout.inner)
-        stats = cute.make_layout((traits.piece, traits.stages))
-        lse, delta = (smem.allocate_tensor(Float32, stats, 128) for _ in range(2))
+        lse, delta = (
+            smem.allocate_tensor(Float32, cute.make_layout((traits.piece, stages)), 128)
+            for stages in (traits.stages, traits.dout_stages)
+        )
         return BackwardShared(
             q, dout, k, v, ds, dq, lse, delta, items, item, keys, values, queries, douts, sums,
             landed,
@@ -218,6 +223,9 @@ class Backward:
         init_ring(shared.values, 1, warps)
         init_ring(shared.queries, 1, warps)
         init_ring(shared.sums, WARPGROUP // 32, 1)
-        for stage in cutlass.range_constexpr(traits.stages):
-            cute.arch.mbarrier_init(shared.douts.full + stage, 1)
+        if const_expr(traits.whole):
+            init_ring(shared.douts, 1, warps)
+        else:
+            for stage in cutlass.range_constexpr(traits.stages):
+                cute.arch.mbarrier_init(shared.douts.full + stage, 1)
         cute.arch.mbarrier_init(shared.landed, 1)

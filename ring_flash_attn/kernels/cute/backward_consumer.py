@@ -34,6 +34,7 @@ from .primitives import (
     shared_at,
     store_matrices,
     transposed,
+    uniform_again,
     vector,
 )
 from .scores import Columns, Dropout, Scores, ThreadRows
@@ -246,10 +247,6 @@ class BackwardConsumer:
                     j += traits.block
                 tile += 1
             head += 1
-        if const_expr(traits.overlap):
-            warpgroup.wait_group(0)
-            if n > item.first:
-                shared.queries.release(n - 1)  # of one piece each
         if const_expr(traits.values > 0):
             shared.values.release(w)
         if const_expr(traits.dq):
@@ -356,22 +353,21 @@ class BackwardConsumer:
         s = accumulators(traits.piece)
         self.issue(me.s, s, traits.piece, item.keys + me.number, stage, traits.d // 16)
         dp = None
-        if const_expr(traits.values > 0):
+        if const_expr(traits.values > 0 and not traits.whole):
             shared.douts.await_full(u)
             dp = accumulators(traits.piece)
-            self.issue(me.dp, dp, traits.piece, me.number, stage, traits.dv // 16)
+            at_dout = shared.douts.stage(u)
+            self.issue(me.dp, dp, traits.piece, me.number, at_dout, traits.dv // 16)
         rows = self.rows_of(me, item, head, lane)
         if const_expr(traits.exchanged):
             lse, delta = item.stats
         else:
-            lse, delta = (self.stats(x, stage, rows) for x in (shared.lse, shared.delta))
+            lse = self.stats(shared.lse, stage, rows)
+            delta = self.stats(shared.delta, shared.douts.stage(u), rows)
         if const_expr(traits.early_lse):
-            lse = scores_of.load_stats(lse, traits.piece)
+            lse = scores_of.load_stats(lse, traits.early_columns)
         columns = Columns(lse, delta, head.hash)
-        warpgroup.wait_group(1 if const_expr(traits.values > 0) else 0)
-        if const_expr(traits.overlap):
-            if n > item.first:
-                shared.queries.release(u - 1)
+        warpgroup.wait_group(0 if const_expr(dp is None) else 1)
         p, ds = operand(traits.piece, traits.element), operand(traits.piece, traits.element)
         bits = cute.make_rmem_tensor((traits.piece + 63) // 64, Uint32)
         bits.fill(0)
@@ -379,6 +375,8 @@ class BackwardConsumer:
         self.probabilities(launch, item, rows, columns, span, tile, s, p, j, row, bits)
         if const_expr(traits.only):
             self.end_piece(launch, me, item, rows, columns, s, dp, p, ds, bits, u, stage)
+        elif const_expr(traits.whole):
+            self.end_whole(launch, me, item, rows, columns, s, p, ds, bits, n, stage, lane)
         else:
             self.end_all(launch, me, item, rows, columns, s, dp, p, ds, bits, n, u, h, stage, lane)
 
@@ -409,7 +407,9 @@ class BackwardConsumer:
         if const_expr(not traits.late):
             self.add(me.dv, item.dv, p, traits.dv, stage)
         if const_expr(traits.early_delta):
-            columns = columns._replace(delta=scores_of.load_stats(columns.delta, traits.piece))
+            columns = columns._replace(
+                delta=scores_of.load_stats(columns.delta, traits.early_columns)
+            )
         warpgroup.wait_group(0 if const_expr(traits.late) else 1)
         if const_expr(traits.dq and not traits.early_delta):
             self.await_block(shared, n - 1)
@@ -431,20 +431,50 @@ class BackwardConsumer:
             warpgroup.wait_group(1)
             if n > item.first:
                 self.put_dq(launch, me, dq, u - traits.pieces, lane)
-            if const_expr(not traits.overlap):
-                warpgroup.wait_group(0)
+            warpgroup.wait_group(0)
             self.fence()
             if n > item.first:
                 self.say_dq(shared, me)
         else:
             self.add(me.dk, item.dk, ds, traits.d, stage)
-            if const_expr(not traits.overlap):
-                warpgroup.wait_group(0)
-        if const_expr(not traits.overlap):
-            shared.queries.release(u)
+            warpgroup.wait_group(0)
+        shared.queries.release(u)
+
+    @cute.jit
+    def end_whole(
+        self, launch: Any, me: Any, item: Any, rows: Any, columns: Any, s: Any, p: Any, ds: Any,
+        bits: Any, n: Any, stage: Any, lane: Any,
+    ) -> None:  # fmt: skip
+        """The same in few registers: S was complete before dP begins, and dK is before dQ does.
+
+        ds is computed from p as it is rounded for dV, during dV.
+        """
+        traits, shared = self.traits, launch.shared
+        at_dout = shared.douts.stage(n)
+        shared.douts.await_full(n)
+        dp = accumulators(traits.piece)
+        self.issue(me.dp, dp, traits.piece, me.number, at_dout, traits.dv // 16)
+        self.add(me.dv, item.dv, p, traits.dv, at_dout)
+        warpgroup.wait_group(1)
+        scores_of.score_gradients(ds, p, dp, rows, columns, launch.dropout, bits, traits)
+        self.add(me.dk, item.dk, ds, traits.d, stage)
+        self.await_block(shared, n - 1)
+        self.store_ds(shared, me, ds, n, 0, lane)
+        warpgroup.wait_group(1)
+        shared.douts.release(n)
+        warpgroup.wait_group(0)
+        dq = self.issue_dq(me, item, n - 1, 0)
+        warpgroup.wait_group(0)
+        if n > item.first:
+            self.put_dq(launch, me, dq, n - 1, lane)
+        self.fence()
+        if n > item.first:
+            self.say_dq(shared, me)
+        shared.queries.release(n)
 
     def issue(self, of: Operands, c: Any, columns: int, left: Any, right: Any, steps: int) -> None:
         """Begin c = a · b, both from shared memory."""
+        left = uniform_again(left) if self.traits.whole else left
         a = [of.a[None, None, m, left] for m in range(steps)]
         b = [of.b[None, None, m, right] for m in range(steps)]
         multiply(of.mma, as_c(c, columns), a, b, steps, False)
@@ -487,7 +517,8 @@ class BackwardConsumer:
             begin = inside(j, masked.length, traits.block) + at_row
             end = item.own.first + item.own.rows
             scores_of.mask(s, rows, masked, j, begin, end)
-        shown = None if const_expr(traits.late or traits.only == "dk") else p
+        later = traits.late or traits.only == "dk"
+        shown = None if const_expr(later) else p
         token = queries.token + start * rows.stride if const_expr(traits.dropout) else None
         scores_of.probabilities(
             s, shown, launch.scores, rows, columns, token, launch.dropout, bits, capped, traits
@@ -509,7 +540,8 @@ class BackwardConsumer:
         traits, of = self.traits, me.dq
         wide = traits.block if traits.swapped else traits.dq_columns
         dq = accumulators(wide)
-        row, column = (me.number, 0) if traits.by_rows else (0, me.number * traits.pieces + h)
+        number = uniform_again(me.number) if traits.whole else me.number
+        row, column = (number, 0) if traits.by_rows else (0, number * traits.pieces + h)
         buffer = (n & 1) * CONSUMERS
         a, b = [], []
         for c in range(CONSUMERS):

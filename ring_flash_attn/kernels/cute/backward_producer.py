@@ -153,33 +153,35 @@ class BackwardProducer:
     ) -> Any:  # fmt: skip
         """Queries from a row on, dout, lse and delta; `before` rows of the block are others."""
         traits = self.traits
-        stage = shared.queries.stage(n)
         q_full, do_full = shared.queries.full_of(n), shared.douts.full_of(n)
         shared.queries.await_empty(n)
         if const_expr(traits.short):
             if length < traits.block:
+                if const_expr(traits.whole):
+                    shared.douts.await_empty(n)
                 self.load_both(
-                    loads, shared, stage, batch, head, row, stats, shared.landed, shared.landed, 1
+                    loads, shared, n, batch, head, row, stats, shared.landed, shared.landed, 1
                 )
                 cute.arch.mbarrier_wait(shared.landed, shorts & 1)
-                self.clear_rest(shared, stage, cutlass.max(length - before, 0))
+                self.clear_rest(shared, n, cutlass.max(length - before, 0))
                 shorts += 1
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(q_full)
                     cute.arch.mbarrier_arrive(do_full)
             else:
-                self.load_both(loads, shared, stage, batch, head, row, stats, q_full, do_full, 2)
+                self.load_both(loads, shared, n, batch, head, row, stats, q_full, do_full, 2)
         else:
-            self.load_both(loads, shared, stage, batch, head, row, stats, q_full, do_full, 2)
+            self.load_both(loads, shared, n, batch, head, row, stats, q_full, do_full, 2)
         return shorts
 
     @cute.jit
     def load_both(
-        self, loads: Any, shared: Any, stage: Any, batch: Any, head: Any, row: Any, stats: Any,
+        self, loads: Any, shared: Any, n: Any, batch: Any, head: Any, row: Any, stats: Any,
         q_full: Any, do_full: Any, barriers: cutlass.Constexpr,
     ) -> None:  # fmt: skip
         """At one barrier or two."""
         traits = self.traits
+        stage, at_dout = shared.queries.stage(n), shared.douts.stage(n)
         copy, first = row & (COPIES - 1), cutlass.min(row & -COPIES, loads.wide - COPIES)
         there = Int64(stats + copy) * Int64(loads.wide) + Int64(first)
         size = cutlass.min(Int32(traits.piece), loads.wide - first) * 4
@@ -196,31 +198,36 @@ class BackwardProducer:
             if const_expr(not traits.exchanged):
                 lse = shared.lse[None, stage].iterator
                 load_bytes(lse.toint(), at(loads.lse, Float32, there, 16), size, q_full)
-            if const_expr(barriers == 2):
+            if const_expr(barriers == 2 and not traits.whole):
                 cute.arch.mbarrier_arrive_and_expect_tx(do_full, do_bytes + size)
-        load_rows(*loads.dout, batch, head, row, shared.dout, stage, do_full)
+        if const_expr(barriers == 2 and traits.whole):
+            shared.douts.await_empty(n)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(do_full, do_bytes + size)
+        load_rows(*loads.dout, batch, head, row, shared.dout, at_dout, do_full)
         if const_expr(not traits.exchanged):
             with cute.arch.elect_one():
-                delta = shared.delta[None, stage].iterator
+                delta = shared.delta[None, at_dout].iterator
                 load_bytes(delta.toint(), at(loads.delta, Float32, there, 16), size, do_full)
 
     @cute.jit
-    def clear_rest(self, shared: Any, stage: Any, length: Any) -> None:
+    def clear_rest(self, shared: Any, n: Any, length: Any) -> None:
         """What lies behind a short document may be NaN, and 0 · NaN is: zeros, and p = 0."""
         traits = self.traits
         lane = cute.arch.lane_idx()
-        for smem, columns in ((shared.q, traits.d), (shared.dout, traits.dv)):
+        stage, at_dout = shared.queries.stage(n), shared.douts.stage(n)
+        for smem, columns, here in ((shared.q, traits.d, stage), (shared.dout, traits.dv, at_dout)):
             words = cute.recast_tensor(smem, Int32)
             pairs = columns // 2
             for row in cutlass.range(length, traits.piece, unroll=1):
                 for m in cutlass.range_constexpr((pairs + 31) // 32):
                     if lane + 32 * m < pairs:
-                        words[row, lane + 32 * m, stage] = Int32(0)
+                        words[row, lane + 32 * m, here] = Int32(0)
         for m in cutlass.range_constexpr((traits.piece + 31) // 32):
             row = lane + 32 * m
             if (row >= length) & (row < traits.piece):
                 shared.lse[row, stage] = Float32.inf
-                shared.delta[row, stage] = Float32(0.0)
+                shared.delta[row, at_dout] = Float32(0.0)
         cute.arch.fence_view_async_shared()  # WGMMAs read it next
         cute.arch.sync_warp()
 

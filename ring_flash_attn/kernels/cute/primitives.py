@@ -480,6 +480,15 @@ def lane_again(*, loc: Any = None, ip: Any = None) -> Int32:
     )
 
 
+def uniform_again(x: Any) -> Int32:
+    """A warp's number, found in a uniform register here.
+
+    Otherwise ptxas may keep it in a vector register, compute descriptors there, and move each of
+    them to uniform registers between two WGMMAs.
+    """
+    return Int32(cute.arch.warp_redux_sync(Int32(x), "max"))
+
+
 def shared_at(address: Any, dtype: Any, align: int) -> Any:
     """A pointer to shared memory."""
     return cute.make_ptr(dtype, address, SMEM, assumed_align=align)

@@ -316,21 +316,31 @@ class Columns(NamedTuple):
     hash: Any
 
 
+class EarlyStats(NamedTuple):
+    """lse or delta: the first in registers, the others from an address on."""
+
+    registers: Any
+    address: Any
+
+
 def pair_of(numbers: Any, g: int) -> Any:
     """Two numbers, of a thread's two columns of group g: in registers, or from an address on."""
-    if isinstance(numbers, cute.Tensor):
-        return numbers[2 * g], numbers[2 * g + 1]
+    if isinstance(numbers, EarlyStats):
+        known = numbers.registers
+        if 2 * g < cute.size(known):
+            return known[2 * g], known[2 * g + 1]
+        numbers = numbers.address
     return vector(shared_at(numbers + 32 * g, Float32, 8), 2).load()
 
 
-def load_stats(address: Any, columns: int) -> Any:
-    """A thread's lse or delta of a block, in registers."""
+def load_stats(address: Any, columns: int) -> EarlyStats:
+    """A thread's lse or delta of a block's first columns."""
     numbers = cute.make_rmem_tensor(columns // 4, Float32)
     for g in range(columns // 8):
         pair = pair_of(address, g)
         numbers[2 * g] = pair[0]
         numbers[2 * g + 1] = pair[1]
-    return numbers
+    return EarlyStats(numbers, address)
 
 
 @cute.jit
@@ -401,5 +411,7 @@ def score_gradients(
                 if const_expr(traits.dropout):
                     stays = (bits[i // 32] & Uint32(1 << i % 32)) != 0
                     away = away * dropout.keep_scale if stays else Float32(0.0)
-                found.append(s[i] * (away - delta[r if const_expr(traits.exchanged) else e]))
+                found.append(
+                    Float32(s[i]) * (away - delta[r if const_expr(traits.exchanged) else e])
+                )
             pairs[2 * g + r] = pack(found[0], found[1], ds.element_type)

@@ -61,19 +61,19 @@ class BackwardSizes(NamedTuple):
     stages: int
     items: int
     late: bool = False
-    overlap: bool = False
     early_lse: bool = False
     early_delta: bool = False
     swapped: bool = False
     store_last: bool = False
+    whole: bool = False
 
 
 # By the products' columns (d, dv). The first that matches.
 _BACKWARD: tuple[tuple[int, int, BackwardSizes], ...] = (
     (64, 64, BackwardSizes(128, 2, 2, late=True, early_delta=True)),
     (96, 96, BackwardSizes(64, 3, 2, late=True, early_lse=True, early_delta=True)),
-    (128, 128, BackwardSizes(64, 2, 1, True, False, True, True, True, True)),
-    (192, 128, BackwardSizes(64, 4, 1)),
+    (128, 128, BackwardSizes(64, 2, 1, True, True, True, True, True)),
+    (192, 128, BackwardSizes(64, 2, 1, early_lse=True, whole=True)),
 )
 
 
@@ -90,6 +90,8 @@ def backward_sizes(d: int, dv: int, many: bool) -> BackwardSizes | None:
 
 def _plain(sizes: BackwardSizes) -> BackwardSizes:
     """The same blocks in the order that takes the fewest registers."""
+    if sizes.whole:
+        return BackwardSizes(64, 4, 1)
     return BackwardSizes(*sizes[:3], late=sizes.block > 64)
 
 

@@ -135,11 +135,12 @@ class BackwardTraits:
         stages: pieces of queries in shared memory.
         items: whose keys are there.
         late: dV is computed behind dS: for blocks too large for both operands in registers.
-        overlap: S of a block is begun before dK of the one before is complete.
         early_lse: lse is read before S is there, not behind it.
         early_delta: the same of delta and dP; and ds is computed before the other consumer is
             waited for.
         store_last: ds goes to shared memory behind the issue of dQ and dK, not before it.
+        whole: with a head dimension above 128, too, scores of a block are computed at a time, not
+            of half of it; dP begins when p is rounded, dQ when dK is complete; dout has one stage.
         swapped: dQ is computed transposed, (d, queries), with whole columns for each consumer.
         even: d and dv are the head dimensions.
         softcap, alibi, dropout: features.
@@ -158,11 +159,11 @@ class BackwardTraits:
     stages: int = 2
     items: int = 1
     late: bool = False
-    overlap: bool = False
     early_lse: bool = False
     early_delta: bool = False
     swapped: bool = False
     store_last: bool = False
+    whole: bool = False
     even: bool = True
     softcap: bool = False
     alibi: bool = False
@@ -178,7 +179,9 @@ class BackwardTraits:
         assert not (self.dq and self.only)
         assert not self.exchanged or self.only == "dk"
         assert not (self.late and (self.softcap or self.dropout)), "p is gone by then"
-        assert not (self.overlap and self.piece < self.block)
+        assert not self.whole or (self.block == ROWS and self.dq and not self.swapped)
+        assert not (self.whole and (self.late or self.early_delta or self.store_last))
+        assert not (self.whole and (self.softcap or self.dropout)), "ds is of a rounded p"
         assert not self.swapped or (self.d == CONSUMERS * ROWS and self.pieces == 1)
 
     @property
@@ -188,7 +191,16 @@ class BackwardTraits:
     @property
     def piece(self) -> int:
         """Queries of a stage, whose scores are computed at a time: a block, or half of one."""
-        return 32 if self.d > 128 and not self.only else self.block
+        return 32 if self.d > 128 and not (self.only or self.whole) else self.block
+
+    @property
+    def dout_stages(self) -> int:
+        return 1 if self.whole else self.stages
+
+    @property
+    def early_columns(self) -> int:
+        """Of lse and delta that are read early: all, or as many as there are registers for."""
+        return self.piece // 2 if self.whole else self.piece
 
     @property
     def by_rows(self) -> bool:
@@ -234,10 +246,10 @@ class BackwardTraits:
     def shared(self) -> int:
         """Bytes of shared memory, mbarriers and alignment included."""
         keys = CONSUMERS * ROWS * (self.items * self.width + self.values)
-        queries = self.stages * self.piece * (self.d + self.dv)
+        queries = self.piece * (self.stages * self.d + self.dout_stages * self.dv)
         ds = self.ds_buffers * ROWS * self.ds_columns
         dq = CONSUMERS * self.dq_rows * self.dq_columns if self.dq else 0
-        stats = 2 * self.stages * self.piece
+        stats = (self.stages + self.dout_stages) * self.piece
         return 2 * (keys + queries + ds) + 4 * (dq + stats) + 1024
 
 
@@ -269,13 +281,13 @@ class BackwardShared(NamedTuple):
     """Shared memory and its mbarriers."""
 
     q: Any  # (piece, d, stages)
-    dout: Any  # (piece, dv, stages)
+    dout: Any  # (piece, dv, dout_stages)
     k: Any  # (64, width, 2 · items): two consumers
     v: Any  # (64, dv, 2)
     ds: Any  # (64, ds_columns, ds_buffers): two blocks, two consumers
     dq: Any  # (dq_rows, dq_columns, 2): each consumer's part
     lse: Any  # (piece, stages)
-    delta: Any
+    delta: Any  # (piece, dout_stages)
     items: Any  # (ITEM, 2)
     item: Ring
     keys: Ring
