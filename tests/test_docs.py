@@ -565,6 +565,18 @@ def test_figures_of_three_implementations_are_those_of_the_file() -> None:
             assert error["rmse"] <= 1.1 * errors["flash-attn 4"][tensor]["rmse"], (shape, tensor)
 
 
+def test_figures_of_ranks_with_both_kernels_are_those_of_the_file() -> None:
+    found = stored("replay_kernels")
+    shown = []
+    for kernel in ("cute", "triton"):
+        forward, both = (
+            r.ms or 0 for r in slowest([r for r in found if r.implementation == kernel])
+        )
+        shown += [f"{forward:.2f}", f"{both:.1f}"]
+    words = "{} ms forward and {} ms forward and backward with `cute`, {} and {} with `triton`"
+    assert words.format(*shown) in " ".join(text("results/README.md").split())
+
+
 def test_figures_by_length_are_those_of_the_file() -> None:
     lengths = [1024, 2048, 4096, 8192, 16384, 32768]
     found = [*stored("lengths"), *stored("compare_causal_d128")]
