@@ -3,13 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .workload import LINKS, Link, find_link
+from .links import LINKS, Link, Topology, find_link
 
 if TYPE_CHECKING:
     from .replays.results import Replay
     from .replays.run import replay
 
-__all__ = ["LINKS", "Link", "Replay", "find_link", "replay"]
+__all__ = ["LINKS", "Link", "Replay", "Topology", "find_link", "replay"]
 
 
 def __getattr__(name: str) -> Any:

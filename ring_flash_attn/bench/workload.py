@@ -1,11 +1,10 @@
-"""Workloads, placements and links: what attention is to compute, and how it is spread.
+"""Workloads and placements: what attention is to compute, and how it is spread.
 
 Importing it loads no torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..plan.layout import Span
 from ..plan.tiles import Mask, make_tile
 from .documents import Drawn
+from .links import NONE, Link
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,6 @@ DTYPES: Mapping[str, str] = {  # by what users write: torch's name
     **{name: long for long, short in SHORT_DTYPES.items() for name in (short, long)},
     "half": "float16",
 }
-NONE, OWN = "none", "own"  # links: communication is removed; the user's, in numbers
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _LSE_BYTES = 4
 _SEED = 0
@@ -274,66 +273,6 @@ class Workload:
         if "documents" in values:
             known["drawn"] = Drawn(*(values[each.name] for each in fields(Drawn)))
         return cls(**known)
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What lies between a rank and the others."""
-
-    name: str
-    bandwidth: float  # bytes in a second, each way at once
-    latency: float  # seconds that a post of any size takes at least
-
-    def __post_init__(self) -> None:
-        speed, delay = self.bandwidth / 1e9, self.latency * 1e6
-        if not 0 < speed < math.inf:
-            raise ValueError(f"the link's bandwidth must be positive, not {speed:g} GB/s")
-        if not 0 <= delay < math.inf:
-            raise ValueError(f"the link's latency must not be negative, but is {delay:g} µs")
-
-    def seconds(self, sent: int, received: int) -> float:
-        """How long a post of so many bytes takes."""
-        return self.latency + max(sent, received) / self.bandwidth
-
-    def __str__(self) -> str:
-        speed, delay = self.bandwidth / 1e9, self.latency * 1e6
-        return f"{self.name}: {speed:g} GB/s each way, {delay:g} µs for each post"
-
-
-# Bandwidths are the makers' nominal ones. Latencies are assumptions: a grouped send and receive of
-# a few bytes, from the launch on one GPU to its end there, is of this order with NCCL.
-LINKS = {
-    link.name: link
-    for link in (
-        Link("nvlink4", 450e9, 10e-6),  # H100, H200: 18 links of 25 GB/s
-        Link("nvlink-h800", 200e9, 10e-6),  # 8 links
-        Link("pcie5", 64e9, 15e-6),  # 16 lanes
-        Link("ib400", 50e9, 20e-6),  # 400 Gbit/s for each GPU
-    )
-}
-
-
-def find_link(
-    name: str | None = NONE, gbps: float | None = None, latency_us: float | None = None
-) -> Link | None:
-    """The link called `name`, or one of `gbps` gigabytes a second; None: communication is removed.
-
-    Args:
-        name: one of `LINKS`; None or "none": communication is removed.
-        gbps: gigabytes (10⁹ bytes) in a second each way; instead of a name.
-        latency_us: microseconds; by default those of the named link, 10 for one in numbers.
-    """
-    name = name or NONE
-    if name not in (NONE, *LINKS):
-        raise ValueError(f"unknown link {name!r}; choose one of {NONE}, {', '.join(LINKS)}")
-    if gbps is not None and name != NONE:
-        raise ValueError(f"link {name!r} and a bandwidth of {gbps:g}: give one of them")
-    found = LINKS.get(name) if gbps is None else Link(OWN, gbps * 1e9, 10e-6)
-    if latency_us is None:
-        return found
-    if found is None:
-        raise ValueError(f"a latency of {latency_us:g} needs a link")
-    return replace(found, latency=latency_us * 1e-6)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bench.documents import CAP, SEED, Histogram, find_histogram, histogram_names
+from ..bench.links import LINKS, NONE
 from ..bench.results import Limits
-from ..bench.workload import FORWARD_ONLY, LINKS, NONE, PRESETS, Workload, dtype_name
+from ..bench.workload import FORWARD_ONLY, PRESETS, Workload, dtype_name
 from ..kernels.base import AUTO, NATIVE, kernel_names
 from ..plan.build import route_names
 from ..plan.layout import layout_names

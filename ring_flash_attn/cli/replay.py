@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from ..bench.links import NONE, Link, find_link
 from ..bench.replays.results import Design, Measured, PackRates, Replay, pack_rates, replay_rows
 from ..bench.results import HOST_WAITS, ON_CPU, cell, check_output, host_cell, make_table
-from ..bench.workload import BACKWARD, BOTH, FORWARD, NONE, Link, find_link
+from ..bench.workload import BACKWARD, BOTH, FORWARD
 from ..kernels.base import AUTO, LIBRARIES
 from . import options
 from .console import Report, print_lines, screen, status, usage_errors, write

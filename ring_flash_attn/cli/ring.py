@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..bench.documents import pack_of
+from ..bench.links import find_link
 from ..bench.results import (
     HOST_WAITS,
     ON_CPU,
@@ -21,7 +22,7 @@ from ..bench.results import (
     host_cell,
     make_table,
 )
-from ..bench.workload import FORWARD, Placement, Workload, find_link, rank_tokens
+from ..bench.workload import FORWARD, Placement, Workload, rank_tokens
 from ..kernels.base import AUTO
 from . import options
 from .console import FAILED, print_versus, screen, status, usage_errors, write

@@ -13,6 +13,7 @@ import typer
 from nsight import RAW
 from typer.testing import CliRunner, Result
 
+from ring_flash_attn.bench.links import LINKS
 from ring_flash_attn.bench.measure import measure
 from ring_flash_attn.bench.profile import parts, run
 from ring_flash_attn.bench.profile.findings import (
@@ -39,7 +40,7 @@ from ring_flash_attn.bench.replays.rank import PersistentPool
 from ring_flash_attn.bench.replays.results import COMPUTE as COMPUTE_LANE
 from ring_flash_attn.bench.replays.results import TRANSFERS, Bar
 from ring_flash_attn.bench.results import BENCH, REPLAY, Peak, Results, Row, load
-from ring_flash_attn.bench.workload import BOTH, FORWARD, LINKS, Placement, Workload
+from ring_flash_attn.bench.workload import BOTH, FORWARD, Placement, Workload
 from ring_flash_attn.cli.profile import profile
 
 CPU = torch.device("cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from ring_flash_attn.bench import LINKS, Link, find_link
+from ring_flash_attn.bench import Link
 from ring_flash_attn.bench.replays import emulated
 from ring_flash_attn.bench.replays.emulated import CudaLink, EmulatedRanks, RandomData
 from ring_flash_attn.comm import Message
@@ -154,22 +153,6 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         ("main", "pauses"),
     ]
     assert all(each.tensor.isfinite().all() for each in (message, *mixed))
-
-
-def test_links_by_name_and_in_numbers() -> None:
-    assert LINKS["nvlink4"].seconds(0, 450_000_000) == pytest.approx(1e-3 + 10e-6)
-    assert LINKS["pcie5"].seconds(64_000, 1) == pytest.approx(1e-6 + 15e-6)
-    assert find_link() is None
-    assert find_link("ib400", latency_us=3) == Link("ib400", 50e9, 3e-6)
-    own = find_link(gbps=2.5)
-    assert own is not None
-    assert own.bandwidth == 2.5e9
-    for wrong in ({"name": "string"}, {"name": "ib400", "gbps": 1.0}, {"latency_us": 1.0}):
-        with pytest.raises(ValueError):
-            find_link(**wrong)  # type: ignore[arg-type]
-    for numbers in ((0.0, 0.0), (-1.0, 0.0), (1.0, -1.0), (math.inf, 0.0)):
-        with pytest.raises(ValueError, match="must"):
-            Link("wrong", *numbers)
 
 
 def in_a_fresh_process(code: str) -> str:

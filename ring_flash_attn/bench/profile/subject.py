@@ -10,11 +10,12 @@ import torch
 
 from ...kernels.base import check_kernel, choose_kernel
 from ..implementations import find_implementation
+from ..links import NONE, find_link
 from ..measure import Inputs, make_works
 from ..replays.rank import LibraryRanks
 from ..replays.run import busiest_rank, check_ranks, check_replay
 from ..timing import Work
-from ..workload import BOTH, FORWARD, NONE, Placement, Workload, call_of, find_link
+from ..workload import BOTH, FORWARD, Placement, Workload, call_of
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from ...api.families import Function
 from ...comm import agree, check_mode, gather_shards, launch, rank_and_size, resolve_group
 from ...plan.steps import Side
 from ..functions import find_functions, own_arguments, packed_leaves
+from ..links import Link
 from ..replays.results import replay_rows
 from ..replays.run import busiest_rank, repeated, replay_ranks
 from ..results import RING, Row, beside
 from ..timing import WARM_UP, Stopwatch, Timing, Work, peak_bytes
-from ..workload import BOTH, FORWARD, Link, Placement, Workload, problem_of
+from ..workload import BOTH, FORWARD, Placement, Workload, problem_of
 from .target import Target
 
 if TYPE_CHECKING:

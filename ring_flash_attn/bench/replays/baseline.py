@@ -26,7 +26,8 @@ from ...engine.attention import QKV
 from ...kernels.base import LIBRARIES, Call, load_kernel, why_not
 from ...kernels.native.blocks import Block, LibraryKernel
 from ...plan.tiles import Mask
-from ..workload import Link, call_of
+from ..links import Link
+from ..workload import call_of
 from .emulated import EmulatedRanks
 from .rank import LibraryRanks, OutLse
 

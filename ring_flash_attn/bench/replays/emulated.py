@@ -18,8 +18,9 @@ from torch import Tensor
 from ...comm import Message
 from ...kernels.base import Kernel
 from ...plan.steps import Plan
+from ..links import Link
 from ..timing import synchronize
-from ..workload import BACKWARD, FORWARD, Link
+from ..workload import BACKWARD, FORWARD
 from .results import COMPUTE, TRANSFERS, Bar
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (target, source)

@@ -15,7 +15,8 @@ from ...engine.executor import Pool
 from ...engine.prepare import prepare
 from ...kernels.base import as_block, as_direct
 from ...plan.steps import Payload, Plan, Side
-from ..workload import BACKWARD, FORWARD, Link, Placement, Workload, options_of, problem_of
+from ..links import Link
+from ..workload import BACKWARD, FORWARD, Placement, Workload, options_of, problem_of
 from .emulated import EmulatedRanks, RandomData, RecordedKernel, Recorder
 from .results import Bar, PassCost
 

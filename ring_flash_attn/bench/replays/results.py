@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
+from ..links import Link
 from ..results import REPLAY, Row, host_mark
-from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, Link, Placement, Workload
+from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, Placement, Workload
 
 COMPUTE, TRANSFERS = "compute", "transfers"  # lanes of a timeline
 Times = dict[str, float]  # ms of the forward pass, and of "both" passes together

@@ -10,19 +10,10 @@ import torch
 
 from ...plan.build import make_plan
 from ..documents import Histogram, pack_of
+from ..links import Link, find_link
 from ..machine import device_name, find_device, versions
 from ..timing import Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
-from ..workload import (
-    BOTH,
-    FORWARD,
-    Link,
-    Placement,
-    Workload,
-    find_link,
-    problem_of,
-    rank_tokens,
-    resolve,
-)
+from ..workload import BOTH, FORWARD, Placement, Workload, problem_of, rank_tokens, resolve
 from .baseline import BaselinePasses, BaselineRanks, BlockAttention, NativeAttention
 from .emulated import check_link
 from .rank import LibraryRanks, ReplayedRank

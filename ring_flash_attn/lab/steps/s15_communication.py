@@ -41,8 +41,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...bench.links import LINKS
 from ...bench.results import Row, load
-from ...bench.workload import LINKS
 from ...plan import Payload, Problem, make_plan
 from ...plan.layout import get_layout
 from ...plan.tiles import Mask

@@ -5,7 +5,7 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from ring_flash_attn.bench.workload import LINKS
+from ring_flash_attn.bench.links import LINKS
 from ring_flash_attn.lab.steps.s15_communication import (
     causal_pairs,
     predict,
