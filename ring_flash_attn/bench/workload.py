@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..plan.layout import Span
 from ..plan.tiles import Mask, make_tile
 from .documents import Drawn
-from .links import NONE, Link
+from .links import NONE, Link, Topology
 
 if TYPE_CHECKING:
     import torch
@@ -285,7 +285,7 @@ class Placement:
     kernel: str = "auto"
     heads_k_stride: int | None = None
     sources_per_launch: int | None = None  # None: by size, if the route is a ring
-    link: Link | None = None  # that a replay emulates; None: communication costs nothing
+    link: Link | Topology | None = None  # that a replay emulates; None: communication costs nothing
     ranks_per_node: int | None = None  # of the route mesh; None: all
 
     def __post_init__(self) -> None:

@@ -29,7 +29,6 @@ _PHRASES = {  # what the library says where the command line has an option
     "the baseline:": "--baseline:",
     "a bandwidth of": "--link-gbps",
     "the link's bandwidth": "--link-gbps",
-    "a latency of": "--latency-us",
     "the link's latency": "--latency-us",
 }
 

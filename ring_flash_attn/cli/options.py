@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bench.documents import CAP, SEED, Histogram, find_histogram, histogram_names
-from ..bench.links import LINKS, NONE
+from ..bench.links import LINKS, NONE, SUFFIX, TOPOLOGIES
 from ..bench.results import Limits
 from ..bench.workload import FORWARD_ONLY, PRESETS, Workload, dtype_name
 from ..kernels.base import AUTO, NATIVE, kernel_names
@@ -55,6 +55,14 @@ def _parse_dtype(value: str) -> str:
         return dtype_name(value)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _link_names() -> tuple[str, ...]:
+    return (NONE, *LINKS, *TOPOLOGIES)
+
+
+def _parse_link(value: str) -> str:
+    return value if value.endswith(SUFFIX) else one_of("link", _link_names)(value)
 
 
 def _parse_documents(value: str) -> Histogram:
@@ -152,11 +160,28 @@ RanksPerNode = Annotated[
 ]
 LinkName = Annotated[
     str | None,
-    named(
-        "link",
-        lambda: (NONE, *LINKS),
-        f"Emulated: {', '.join(LINKS)}; {NONE}: communication is removed.",
+    typer.Option(
+        parser=_parse_link,
+        metavar="NAME|FILE",
+        help=f"Emulated: {', '.join(LINKS)}; nodes of 8 GPUs and a network: "
+        f"{', '.join(TOPOLOGIES)}; a file of rfa link; {NONE}: communication is removed.",
     ),
+]
+LinkGbps = Annotated[
+    float | None, typer.Option(help="A link in numbers: 10⁹ bytes a second, each way.")
+]
+LatencyUs = Annotated[
+    float | None, typer.Option(help="µs that a post takes at least; each link has its own.")
+]
+NetworkGbps = Annotated[
+    float | None,
+    typer.Option(help="Between nodes: 10⁹ bytes a second of each GPU, each way; 400 Gb/s are 50."),
+]
+NetworkLatencyUs = Annotated[
+    float | None, typer.Option(help="µs that a post to other nodes takes at least.")
+]
+GpusPerNode = Annotated[
+    int | None, typer.Option(min=1, help="GPUs of a node of the link; by default the link's own.")
 ]
 Backend = Annotated[
     str | None,

@@ -40,6 +40,11 @@ def profile(
     layout: o.RankLayout = None,
     route: o.RankRoute = None,
     link: o.LinkName = None,
+    link_gbps: o.LinkGbps = None,
+    latency_us: o.LatencyUs = None,
+    network_gbps: o.NetworkGbps = None,
+    network_latency_us: o.NetworkLatencyUs = None,
+    gpus_per_node: o.GpusPerNode = None,
     repeats: o.Repeats = None,
     no_grad: o.NoGrad = False,
     device: o.Device = None,
@@ -69,6 +74,13 @@ def profile(
     numbers |= {"nheads_k": nheads_k, "headdim": headdim}
     spread: Any = {"world_size": world_size, "rank": rank}
     spread |= {"layout": layout, "route": route, "link": link}
+    spread |= {
+        "gbps": link_gbps,
+        "latency_us": latency_us,
+        "network_gbps": network_gbps,
+        "network_latency_us": network_latency_us,
+        "gpus_per_node": gpus_per_node,
+    }
     with usage_errors():
         check_output(json_file)
         where = find_device(device, "a profile")

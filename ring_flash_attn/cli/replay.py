@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ..bench.links import NONE, Link, find_link
+from ..bench.links import NONE, Link, Topology, find_link
 from ..bench.replays.results import Design, Measured, PackRates, Replay, pack_rates, replay_rows
 from ..bench.results import HOST_WAITS, ON_CPU, cell, check_output, host_cell, make_table
 from ..bench.workload import BACKWARD, BOTH, FORWARD
@@ -48,12 +48,11 @@ def replay(
     sources_per_launch: options.SourcesPerLaunch = None,
     ranks_per_node: options.RanksPerNode = None,
     link: options.LinkName = NONE,
-    link_gbps: Annotated[
-        float | None, typer.Option(help="A link in numbers: 10⁹ bytes a second, each way.")
-    ] = None,
-    latency_us: Annotated[
-        float | None, typer.Option(help="µs that a post takes at least; each link has its own.")
-    ] = None,
+    link_gbps: options.LinkGbps = None,
+    latency_us: options.LatencyUs = None,
+    network_gbps: options.NetworkGbps = None,
+    network_latency_us: options.NetworkLatencyUs = None,
+    gpus_per_node: options.GpusPerNode = None,
     baseline: Annotated[
         bool,
         typer.Option("--baseline", "--existing", help="ring-flash-attn 0.1.8's zigzag as well."),
@@ -84,7 +83,7 @@ def replay(
     rfa replay --world-size 8 --layout zigzag --link nvlink4
     rfa replay --route all_gather --heads-k-stride 2 --cu-seqlens 0,24832,65536
     rfa replay --nheads 64 --link nvlink4 --documents magi --seed 42,43,44,45,46 --json packs.json
-    rfa replay --world-size 32 --rank 0 --rank 31 --link ib400 --svg timeline.svg
+    rfa replay --world-size 32 --rank 0 --rank 31 --link h100-ib400 --svg timeline.svg
     rfa replay --seqlen 16384 --baseline --json replay.json
     """
     from ..bench import replay as run_replay
@@ -98,7 +97,9 @@ def replay(
         seeds = parse_seeds(seed)
         if svg is not None and len(seeds) > 1:
             raise ValueError(f"--svg {svg}: a timeline is of one pack; give one --seed, not {seed}")
-        emulated = find_link(link, link_gbps, latency_us)
+        emulated = find_link(
+            link, link_gbps, latency_us, network_gbps, network_latency_us, gpus_per_node
+        )
         where = find_device(device, "a replay")
 
         def run(pack: int | None, report: Report) -> Replay:
@@ -192,7 +193,7 @@ def shard_sizes(workload: Mapping[str, Any]) -> str:
     )
 
 
-def communication(link: Link | None) -> str:
+def communication(link: Link | Topology | None) -> str:
     """What a replay has in place of the other ranks' messages."""
     if link is None:
         return "Communication is removed: messages cost nothing. --link emulates one."

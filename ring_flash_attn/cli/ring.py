@@ -107,6 +107,11 @@ def ring(
         bool, typer.Option("--replay", help="Replay the ranks on one device, even if ranks could.")
     ] = False,
     link: options.LinkName = None,
+    link_gbps: options.LinkGbps = None,
+    latency_us: options.LatencyUs = None,
+    network_gbps: options.NetworkGbps = None,
+    network_latency_us: options.NetworkLatencyUs = None,
+    gpus_per_node: options.GpusPerNode = None,
     timeout: options.Timeout = None,
     json_file: options.JsonFile = None,
 ) -> None:
@@ -121,6 +126,7 @@ def ring(
     rfa ring --world-size 8
     rfa ring zigzag_ring_flash_attn_func 'stripe_*' --seqlen 16384 --no-grad
     rfa ring --world-size 8 --link nvlink4 --json ring.json
+    rfa ring --world-size 16 --link h100-ib400
     rfa ring llama3_flash_attn_varlen_func --world-size 8 --cu-seqlens 0,3104,65536
     rfa ring 'llama3_*' 'stripe_*' --world-size 8 --link nvlink4 --documents magi --seed 42
     rfa ring --kernel triton --kernel native --gate --min-speed 0.6 --max-memory 1.2
@@ -132,10 +138,17 @@ def ring(
 
     kernels, baseline = find_versus(kernel or [AUTO], versus)
     sizes = {"seqlen": seqlen, "nheads": nheads, "nheads_k": nheads_k, "headdim": headdim}
+    numbers = {
+        "gbps": link_gbps,
+        "latency_us": latency_us,
+        "network_gbps": network_gbps,
+        "network_latency_us": network_latency_us,
+        "gpus_per_node": gpus_per_node,
+    }
     with usage_errors():
         check_output(json_file if is_first_rank() else None)
         settings = find_settings(
-            world_size, device, backend, replay, link, timeout, repeats, not no_grad
+            world_size, device, backend, replay, link, timeout, repeats, not no_grad, **numbers
         )
         limits = find_limits(gate, min_speed, max_memory, baseline, settings.device)
         usual = _SIZES[settings.device.type]["seqlen"]
@@ -189,8 +202,12 @@ def find_settings(
     timeout: float | None = None,
     repeats: int = 9,
     grad: bool = True,
+    **numbers: Any,
 ) -> Settings:
-    """torchrun's ranks, new ones, or a replay; ValueError for options that do not go together."""
+    """torchrun's ranks, new ones, or a replay; ValueError for options that do not go together.
+
+    `numbers` are those of `find_link`.
+    """
     import torch
 
     from ..bench.machine import find_device
@@ -204,11 +221,12 @@ def find_settings(
     default = _RANKS_ON_CPU if where.type == "cpu" else gpus if gpus > 1 else _RANKS_ON_ONE_GPU
     size = check_world_size(world_size, default)
     joined = launch.torchrun_rank() is not None
-    if replay or link is not None or (where.type == "cuda" and not joined and gpus < size):
+    linked = any(value is not None for value in (link, *numbers.values()))
+    if replay or linked or (where.type == "cuda" and not joined and gpus < size):
         if joined:
             raise ValueError("--replay and --link need one process: start it without torchrun")
         check_no_group("this is a replay on one device", backend, timeout)
-        emulated = find_link(link)
+        emulated = find_link(link, **numbers)
         check_link(emulated, where)
         return Settings(size, where, None, emulated, repeats, grad)
     group, seconds = check_group(device, where.type, size, backend, timeout)

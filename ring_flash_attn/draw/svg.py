@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape
 
-from ..bench.replays.results import COMPUTE, TRANSFERS, Replay
+from ..bench.replays.results import LANES, NETWORK, Replay
 from ..bench.workload import BACKWARD, FORWARD
 from ..plan.layout import SplitLayout
 from .schedule import LONGER, Patch, Schedule, colour, percent
@@ -202,7 +202,8 @@ def draw_timeline(replay: Replay) -> str:
     if not replay.timeline:
         raise ValueError("nothing was recorded: replay(…, timeline=True)")
     end = max(bar.end for bar in replay.timeline)
-    left, lanes = _MARGIN + _LABELS, (COMPUTE, TRANSFERS)
+    used = {bar.lane for bar in replay.timeline}
+    left, lanes = _MARGIN + _LABELS, [lane for lane in LANES if lane in used or lane != NETWORK]
     scale = (_WIDTH - left - _MARGIN) / end
     fills = {name: colour(rank, 2) for rank, name in enumerate((FORWARD, BACKWARD))}
     title = f"{replay.ours.name}, {replay.title}"

@@ -16,8 +16,8 @@ from rich.table import Table
 from simulate import needed_rows
 from typer.testing import CliRunner, Result
 
-from ring_flash_attn.bench import LINKS, Link, Replay, replay
-from ring_flash_attn.bench.replays import run
+from ring_flash_attn.bench import LINKS, Link, Replay, Topology, replay
+from ring_flash_attn.bench.replays import emulated, run
 from ring_flash_attn.bench.replays.rank import LibraryRanks, PersistentPool, ReplayedRank
 from ring_flash_attn.bench.replays.results import (
     COMPUTE,
@@ -56,11 +56,15 @@ def row_bytes(transfer: Transfer, workload: Workload, backward: bool) -> int:
     return group * 4 * (d if backward else d + 1)
 
 
-def plan_bytes(plan: Plan, group: LibraryRanks, backward: bool) -> tuple[int, int]:
-    """Sent and received."""
+def plan_bytes(
+    plan: Plan, group: LibraryRanks, backward: bool, step: int | None = None, peers: Any = None
+) -> tuple[int, int]:
+    """Sent and received: of all steps or of one, with all peers or with these."""
     sent = received = 0
-    for transfer in (t for step in plan.steps for t in step.transfers):
-        if transfer.source != transfer.target:
+    steps = plan.steps if step is None else plan.steps[step : step + 1]
+    for transfer in (t for each in steps for t in each.transfers):
+        peer = transfer.target if transfer.source == plan.rank else transfer.source
+        if peer != plan.rank and (peers is None or peer in peers):
             rows = group.size(transfer.owner)
             if transfer.cut:
                 rows = len(needed_rows(group.problem, transfer))
@@ -167,6 +171,42 @@ class Spy:
     def backward(self, *args: Any) -> None:
         self.tiles.append(args[4])
         self._kernel.backward(*args)
+
+
+class NotedLink:
+    """A link that notes seconds, and takes none."""
+
+    def __init__(self, level: str, posts: list[tuple[str, str, float]]) -> None:
+        self._level, self._posts = level, posts
+
+    def post(self, copies: Any, seconds: float, label: str, recorder: Any) -> Any:
+        self._posts.append((label, self._level, seconds))
+        for target, source in copies:
+            target.copy_(source)
+        return lambda: None
+
+
+@pytest.mark.parametrize("route", route_names())
+def test_posts_are_priced_by_peer(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 2 and 3 are a node, and bytes to and from each level go over its own link."""
+    nodes = Topology("nodes", Link("in", 1e9, 1.0), Link("out", 1e6, 2.0), 2)
+    posts: list[tuple[str, str, float]] = []
+    monkeypatch.setattr(emulated, "link_of", lambda device, level: NotedLink(level, posts))
+    group = ranks(world_size=5, route=route)
+    group.rank(2, nodes).both()
+    expected = []
+    for backward in (False, True):
+        plan = make_plan(route, group.problem, 2, backward)
+        for number in range(len(plan.steps)):
+            for level, peers in (("inside", {3}), ("outside", {0, 1, 4})):
+                sizes = plan_bytes(plan, group, backward, number, peers)
+                link = nodes.inside if level == "inside" else nodes.outside
+                assert link is not None
+                if any(sizes):
+                    seconds = link.latency + max(sizes) / link.bandwidth
+                    expected.append((str(number), level, pytest.approx(seconds)))
+    assert sorted(posts, key=lambda post: post[:2]) == sorted(expected, key=lambda post: post[:2])
+    assert {level for _, level, _ in posts} >= {"outside"}
 
 
 @pytest.mark.parametrize("route", route_names())
@@ -511,6 +551,29 @@ def test_the_command_says_what_it_is(tmp_path: Path) -> None:
     ElementTree.parse(files[1])
 
 
+def test_the_command_with_a_network(tmp_path: Path) -> None:
+    files = tmp_path / "replay.json", tmp_path / "replay.svg"
+    written = ("--json", str(files[0]), "--svg", str(files[1]))
+    ours = ("--link", "h800-ib200", "--gpus-per-node", "2", "--network-latency-us", "7")
+    result = rfa(
+        *HERE, "--world-size", "3", "--rank", "1", "--route", "all_gather", *ours, *written
+    )
+    assert result.exit_code == 0, result.output
+    expected = (
+        "Communication is emulated, h800-ib200: nodes of 2 ranks; inside nvlink-h800: 200 GB/s "
+        "each way, 10 µs for each post; outside ib200: 25 GB/s each way, 7 µs for each post"
+    )
+    assert expected in " ".join(result.output.split())
+    results = load(files[0])
+    (found,) = (Replay.from_dict(each) for each in results.details["replays"].values())
+    network = Link("ib200", 25e9, 7e-6)
+    assert found.link == Topology("h800-ib200", LINKS["nvlink-h800"], network, 2)
+    assert {row.placement["link"] for row in results.rows} == {"h800-ib200"}
+    assert {bar.lane for bar in found.timeline} == {"compute", "transfers", "network"}
+    root = ElementTree.parse(files[1])
+    assert "network" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
 def test_the_command_without_communication() -> None:
     documents = ("--cu-seqlens", "0,11,32", "--rank", "1", "--full")  # 16 tokens of each rank
     result = rfa(*HERE, *documents, "--route", "all_gather", "--heads-k-stride", "1")
@@ -586,6 +649,11 @@ def test_the_command_measures_one_pack(tmp_path: Path) -> None:
         (("--documents", "magi", "--seed", "1,2", "--svg", "x.svg"), "a timeline is of one pack"),
         (("--link", "ib400", "--link-gbps", "3"), "--link 'ib400' and --link-gbps 3: give"),
         (("--latency-us", "3"), "--latency-us 3 needs a link"),
+        (("--link-gbps", "9", "--network-gbps", "5"), "--network-gbps 5 needs --gpus-per-node"),
+        (
+            ("--link", "a100-ib400", "--network-gbps", "5"),
+            "--network-gbps 5: link 'a100-ib400' has",
+        ),
         (("--link-gbps", "0"), "--link-gbps must be positive"),
         (("--link", "ib400", "--latency-us", "-1"), "--latency-us must not be negative"),
         (("--world-size", "0"), "world-size"),

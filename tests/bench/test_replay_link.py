@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from ring_flash_attn.bench import Link
+from ring_flash_attn.bench import Link, Topology
 from ring_flash_attn.bench.replays import emulated
-from ring_flash_attn.bench.replays.emulated import CudaLink, EmulatedRanks, RandomData
+from ring_flash_attn.bench.replays.emulated import CudaLink, EmulatedRanks, RandomData, Recorder
 from ring_flash_attn.comm import Message
 
 CPU = torch.device("cpu")
 
 
-def received(*shape: int, dtype: torch.dtype = torch.float32) -> Message:
-    return Message(torch.full(shape, torch.nan, dtype=dtype), 1, receive=True)
+def received(*shape: int, dtype: torch.dtype = torch.float32, peer: int = 1) -> Message:
+    return Message(torch.full(shape, torch.nan, dtype=dtype), peer, receive=True)
 
 
-def sent(*shape: int) -> Message:
-    return Message(torch.zeros(shape), 1, receive=False)
+def sent(*shape: int, peer: int = 1) -> Message:
+    return Message(torch.zeros(shape), peer, receive=False)
 
 
 def test_a_post_takes_its_time_and_posts_queue_up() -> None:
@@ -67,6 +67,43 @@ def test_two_ends_share_a_link_and_wait_for_their_own() -> None:
     assert 0.2 <= time.perf_counter() - start < 0.38
     other.wait()
     assert time.perf_counter() - start >= 0.4
+
+
+NODES = Topology("nodes", Link("in", 1e6, 0.05), Link("out", 1e5, 0.1), 2)
+
+
+def test_both_levels_work_at_once() -> None:
+    """Rank 3's node is {2, 3}: 100 ms inside, 300 ms outside."""
+    others = EmulatedRanks(CPU, NODES, RandomData(CPU), rank=3)
+    others.recorder = recorder = Recorder(CPU)
+    transport = others.transport()
+    arriving = [received(12_500, 1, 1, 1, peer=2), received(5000, 1, 1, 1, peer=0)]
+    start = time.perf_counter()
+    transport.post([*arriving, sent(100, peer=2), sent(10, peer=5)])
+    transport.wait()
+    assert 0.3 <= time.perf_counter() - start < 0.38
+    assert all(each.tensor.isfinite().all() for each in arriving)
+    assert recorder.costs["forward"] == {
+        "launches": 0,
+        "posts": 1,
+        "sent": 440,
+        "received": 70_000,
+    }
+    lengths = {bar.lane: bar.end - bar.start for bar in recorder.bars()}
+    assert lengths == pytest.approx({"transfers": 100, "network": 300}, abs=5)
+
+
+def test_a_long_transfer_between_nodes_does_not_hold_up_those_inside() -> None:
+    others = EmulatedRanks(CPU, NODES, RandomData(CPU), rank=3)
+    far, near = others.transport(), others.transport()
+    start = time.perf_counter()
+    far.post([received(5000, 1, 1, 1, peer=0)])  # 300 ms
+    near.post([received(12_500, 1, 1, 1, peer=2)])  # 100 ms
+    near.wait()
+    assert 0.1 <= time.perf_counter() - start < 0.2
+    near.post([received(1, 1, 1, 1, peer=0)])  # behind the first
+    near.wait()
+    assert 0.4 <= time.perf_counter() - start < 0.5
 
 
 def test_removed_messages_fill_a_buffer_once() -> None:
@@ -117,9 +154,10 @@ def test_what_a_gpu_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     link = CudaLink.__new__(CudaLink)
     link._device, link._timing, link._copying = CPU, side, copies  # type: ignore[assignment]
+    link._lane = "transfers"
     link._posted = link._awaited = 0
     monkeypatch.setattr(emulated, "_spin", lambda s: log.append(("side", "spins", s)))
-    monkeypatch.setattr(emulated, "link_of", lambda device: link)
+    monkeypatch.setattr(emulated, "link_of", lambda device, level: link)
     others = EmulatedRanks(CPU, Link("own", 1e3, 1.0), RandomData(CPU))
     one, other = others.transport(), others.transport()
     message = received(2, 1, 1, 1)

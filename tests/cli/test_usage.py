@@ -71,6 +71,18 @@ WRONG = {
     "replay --link-gbps 0": "--link-gbps must be positive, not 0",
     "replay --link-gbps 5 --link nvlink4": "--link 'nvlink4' and --link-gbps 5: give one",
     "replay --latency-us 3": "--latency-us 3 needs a link",
+    "replay --link none --network-gbps 3": "--network-gbps 3 needs a link",
+    "replay --link pcie5 --gpus-per-node 8": "--gpus-per-node 8: link 'pcie5' has no network",
+    "replay --link h100-ib400 --link-gbps 5": "--link 'h100-ib400' and --link-gbps 5: give one",
+    "replay --link h100-ib400 --gpus-per-node 0": "'--gpus-per-node'",
+    "replay --link missing.json": "cannot read missing.json",
+    "replay --link FILE.json": "FILE.json is not JSON",
+    "ring --network-latency-us 3 --device cpu": "--network-latency-us 3 needs a link",
+    "ring --link-gbps 5 --network-gbps 3 --device cpu": "--network-gbps 3 needs --gpus-per-node",
+    "ring --gpus-per-node 8 --backend gloo": "--backend gloo",
+    "profile --link-gbps 5": "--link-gbps 5.0 needs a --world-size of 2 or more",
+    "profile --link pcie5 --network-gbps 5 --gpus-per-node 8": "needs a --world-size of 2",
+    "profile --world-size 2 --gpus-per-node 8 --device cpu": "--gpus-per-node 8 needs a link",
     "replay --link-gbps 5 --latency-us -3": "--latency-us must not be negative",
     "replay --existing --device cpu": "--baseline: fa2: it needs an NVIDIA GPU",
     "replay --existing-kernel nonsense": "'--existing-kernel': unknown library 'nonsense'",
@@ -138,6 +150,7 @@ def test_an_error_names_what_to_set(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("{")
+    Path("FILE.json").write_text("{")
     Path("FOLDER").mkdir()
     result = rfa(*shlex.split(line))
     assert result.exit_code == 2, result.output

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from ...kernels.base import check_kernel, choose_kernel
 from ..implementations import find_implementation
-from ..links import NONE, find_link
+from ..links import NONE, find_link, link_from_dict
 from ..measure import Inputs, make_works
 from ..replays.rank import LibraryRanks
 from ..replays.run import busiest_rank, check_ranks, check_replay
@@ -60,14 +60,15 @@ class Subject:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for files and for another process."""
-        more = {"link": self.placement.link_name, "kernel": self.placement.kernel}
+        link = self.placement.link
+        more = {"link": link and asdict(link), "kernel": self.placement.kernel}
         where = {"rank": self.rank, "grad": self.grad, "device": str(self.device)}
         return {"workload": self.workload.to_dict(), **self.placement.to_dict(), **more, **where}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Subject:
         known = {name: values[name] for name in Placement.__dataclass_fields__ if name in values}
-        placement = Placement(**{**known, "link": find_link(values["link"])})
+        placement = Placement(**{**known, "link": link_from_dict(values["link"])})
         workload, device = Workload.from_dict(values["workload"]), torch.device(values["device"])
         return cls(workload, placement, device, values["rank"], values["grad"])
 
@@ -83,17 +84,21 @@ def make_subject(
     layout: str | None = None,
     route: str | None = None,
     link: str | None = None,
+    **numbers: Any,
 ) -> Subject:
     """The subject that a user describes, checked before anything runs.
 
     Of several ranks, the workload is one rank's own tokens. By default the rank is the one with
     most pairs to compute, the layout zigzag, the route ring, and communication is removed.
+    `numbers` are those of `find_link`.
     """
     check_kernel(kernel)
-    found = find_link(link or NONE)
+    found = find_link(link or NONE, **numbers)
     placement = Placement(world_size, layout or "zigzag", route or "ring", kernel, link=found)
     if world_size == 1:
-        for name, value in (("rank", rank), ("layout", layout), ("route", route), ("link", link)):
+        spread = {"rank": rank, "layout": layout, "route": route, "link": link}
+        spread |= {"link_gbps" if name == "gbps" else name: numbers[name] for name in numbers}
+        for name, value in spread.items():
             if value is not None:
                 raise ValueError(f"{name} {value!r} needs a world_size of 2 or more")
         chosen = choose_kernel(kernel, call_of(workload, device, grad=grad)).name

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ...trace import tracing
-from ..replays.results import COMPUTE, TRANSFERS, Bar
+from ..replays.results import COMPUTE, Bar
 from ..timing import WARM_UP, Work, synchronize
 
 RUNS = 3  # in a trace
@@ -140,7 +140,8 @@ def spanned(events: Sequence[Event | Bar]) -> float:
 def overlap(bars: Sequence[Bar]) -> Values:
     """Of a timeline, in ms: kernels of the steps ran, something was on its way, both at once."""
     compute, transfers = (
-        covered(bar for bar in bars if bar.lane == lane) for lane in (COMPUTE, TRANSFERS)
+        covered(bar for bar in bars if (bar.lane == COMPUTE) == is_compute)
+        for is_compute in (True, False)
     )
     both, span = compute + transfers - covered(bars), spanned(bars)
     found = {"compute": compute, "transfers": transfers, "both": both, "span": span}

@@ -16,7 +16,7 @@ from ...api.families import Function
 from ...comm import agree, check_mode, gather_shards, launch, rank_and_size, resolve_group
 from ...plan.steps import Side
 from ..functions import find_functions, own_arguments, packed_leaves
-from ..links import Link
+from ..links import Link, Topology
 from ..replays.results import replay_rows
 from ..replays.run import busiest_rank, repeated, replay_ranks
 from ..results import RING, Row, beside
@@ -46,7 +46,7 @@ class Settings:
     world_size: int
     device: torch.device  # of this process
     backend: str | None = None  # of the process group; None: a replay on one device
-    link: Link | None = None  # what a replay emulates; None: communication is removed
+    link: Link | Topology | None = None  # what a replay emulates; None: communication is removed
     repeats: int = 9
     grad: bool = True
     timeout: float = 300.0  # seconds that a new rank may take for a trial or a round

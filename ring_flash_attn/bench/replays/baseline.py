@@ -26,7 +26,7 @@ from ...engine.attention import QKV
 from ...kernels.base import LIBRARIES, Call, load_kernel, why_not
 from ...kernels.native.blocks import Block, LibraryKernel
 from ...plan.tiles import Mask
-from ..links import Link
+from ..links import Link, Topology
 from ..workload import call_of
 from .emulated import EmulatedRanks
 from .rank import LibraryRanks, OutLse
@@ -209,7 +209,9 @@ class BaselineRanks:
         if reasons:
             raise ValueError(f"the baseline: {'; '.join(reasons)}")
 
-    def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> BaselinePasses:
+    def rank(
+        self, rank: int, link: Link | Topology | None, keep_buffers: bool = True
+    ) -> BaselinePasses:
         """A rank of many; see `LibraryRanks.rank`. The n-th request gets the n-th buffer."""
         ours = self._ours
         shard, dout = ours.shard(self._tokens)
@@ -229,7 +231,7 @@ class BaselineRanks:
         ring = ZigzagRing(
             rank,
             ours.placement.world_size,
-            EmulatedRanks(ours.device, link, ours.data).transport,
+            EmulatedRanks(ours.device, link, ours.data, rank).transport,
             self._block,
             scripted_merge() if ours.device.type == "cuda" else merge,
             make,

@@ -1,4 +1,4 @@
-"""Emulated ranks and the link to them: what a replayed rank has in place of all others.
+"""Emulated ranks and the links to them: what a replayed rank has in place of all others.
 
 docs/design.md (Replays) says what is emulated and what is not. A `Recorder` notes what one run
 launches and sends, and when.
@@ -18,14 +18,16 @@ from torch import Tensor
 from ...comm import Message
 from ...kernels.base import Kernel
 from ...plan.steps import Plan
-from ..links import Link
+from ..links import INSIDE, OUTSIDE, Link, Topology
 from ..timing import synchronize
 from ..workload import BACKWARD, FORWARD
-from .results import COMPUTE, TRANSFERS, Bar
+from .results import COMPUTE, NETWORK, TRANSFERS, Bar
 
 Copies = Sequence[tuple[Tensor, Tensor]]  # (target, source)
 Wait = Callable[[], None]
 _HEAD_START = 1000  # cycles, about half a microsecond
+_LANES = {INSIDE: TRANSFERS, OUTSIDE: NETWORK}
+_PRIORITIES = {INSIDE: (-2, -1), OUTSIDE: (-3, -1)}  # of streams: torch has these three
 _USUAL_LSE = 9.0  # about the log-sum-exp of 8192 scores
 
 
@@ -124,7 +126,8 @@ class RecordedKernel:
 class CpuLink:
     """Without streams: copies are made at once, and waiting sleeps until a post would be there."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: str) -> None:
+        self._lane = _LANES[level]
         self._free_at = 0.0  # seconds of time.perf_counter
 
     def post(self, copies: Copies, seconds: float, label: str, recorder: Recorder | None) -> Wait:
@@ -134,7 +137,7 @@ class CpuLink:
             target.copy_(source)
         self._free_at = max(begin + seconds, time.perf_counter())
         if recorder is not None:
-            recorder.add(TRANSFERS, label, begin, self._free_at)
+            recorder.add(self._lane, label, begin, self._free_at)
         return functools.partial(_sleep_until, self._free_at)
 
 
@@ -151,10 +154,12 @@ class CudaLink:
     holds the link.)
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, level: str) -> None:
+        self._device, self._lane = device, _LANES[level]
         # Of different priorities: a GPU works off two streams of the same high one in turns.
-        self._timing, self._copying = (torch.cuda.Stream(device, priority=p) for p in (-2, -1))
+        self._timing, self._copying = (
+            torch.cuda.Stream(device, priority=p) for p in _PRIORITIES[level]
+        )
         self._posted = self._awaited = 0  # posts, and those that the current stream waited for
 
     def post(self, copies: Copies, seconds: float, label: str, recorder: Recorder | None) -> Wait:
@@ -176,7 +181,7 @@ class CudaLink:
         self._posted += 1
         if recorder is not None:
             with torch.cuda.stream(self._timing):
-                recorder.add(TRANSFERS, label, start, recorder.now())
+                recorder.add(self._lane, label, start, recorder.now())
         return functools.partial(self._wait, self._timing.record_event(), self._posted)
 
     def _wait(self, event: torch.cuda.Event, posts: int) -> None:
@@ -205,12 +210,12 @@ def _spin(seconds: float) -> None:
 
 
 @functools.cache
-def link_of(device: torch.device) -> CpuLink | CudaLink:
-    """One for each device: all transports share it."""
-    return CudaLink(device) if device.type == "cuda" else CpuLink()
+def link_of(device: torch.device, level: str) -> CpuLink | CudaLink:
+    """One for each device and level of a topology: all transports share it."""
+    return CudaLink(device, level) if device.type == "cuda" else CpuLink(level)
 
 
-def check_link(link: Link | None, device: torch.device) -> None:
+def check_link(link: Link | Topology | None, device: torch.device) -> None:
     """ValueError where the link cannot be emulated."""
     if link is None or device.type != "cuda":
         return
@@ -221,7 +226,9 @@ def check_link(link: Link | None, device: torch.device) -> None:
 
 
 class EmulatedRanks:
-    """All other ranks of a group, for one that runs without them.
+    """All other ranks of a group, for `rank`, which runs without them.
+
+    Inside a node and between nodes a post takes its own time, and waits for those before it.
 
     Without a link, messages cost nothing: a buffer gets random data when it is seen for the first
     time, and is then left as it is, so buffers have to stay the same (`PersistentPool`). With
@@ -231,33 +238,57 @@ class EmulatedRanks:
     """
 
     def __init__(
-        self, device: torch.device, link: Link | None, data: RandomData, always_copies: bool = False
+        self,
+        device: torch.device,
+        link: Link | Topology | None,
+        data: RandomData,
+        rank: int = 0,
+        always_copies: bool = False,
     ) -> None:
-        self.link, self._data, self.always_copies = link, data, always_copies
+        self.topology = None if link is None else Topology.of(link)
+        self._data, self._rank, self.always_copies = data, rank, always_copies
         self.recorder: Recorder | None = None
-        self._emulated = link_of(device)
+        self._device = device
         self._filled: set[tuple[int, torch.Size, torch.dtype]] = set()
 
     def transport(self) -> ReplayTransport:
         """An end for one pass."""
         return ReplayTransport(self)
 
-    def post(self, messages: Sequence[Message], number: int) -> Wait | None:
-        """Start messages, the n-th post of a pass; returns what waits for them, if anything."""
-        arriving = [message.tensor for message in messages if message.receive]
-        received = sum(tensor.nbytes for tensor in arriving)
-        sent = sum(message.tensor.nbytes for message in messages) - received
+    def post(self, messages: Sequence[Message], number: int) -> dict[str, Wait]:
+        """Start messages, the n-th post of a pass; returns what waits for them, by level."""
         if self.recorder is not None:
+            sent, received = _bytes(messages)
             self.recorder.count(posts=1, sent=sent, received=received)
-        seconds, recorder = 0.0, None
-        if self.link is None:
-            arriving = [tensor for tensor in arriving if self._needs_data(tensor)]
-            if not arriving:
-                return None
-        else:
-            seconds, recorder = self.link.seconds(sent, received), self.recorder
+        if self.topology is None:
+            wait = self._fill(messages, number)
+            return {} if wait is None else {INSIDE: wait}
+        levels: dict[str, list[Message]] = {}
+        for message in messages:
+            levels.setdefault(self.topology.level(self._rank, message.peer), []).append(message)
+        return {
+            level: self._start(
+                level, each, self.topology.at(level).seconds(*_bytes(each)), number, self.recorder
+            )
+            for level, each in levels.items()
+        }
+
+    def _fill(self, messages: Sequence[Message], number: int) -> Wait | None:
+        """Messages that cost nothing: random data, where there has to be some."""
+        new = [each for each in messages if each.receive and self._needs_data(each.tensor)]
+        return self._start(INSIDE, new, 0.0, number, None) if new else None
+
+    def _start(
+        self,
+        level: str,
+        messages: Sequence[Message],
+        seconds: float,
+        number: int,
+        recorder: Recorder | None,
+    ) -> Wait:
+        arriving = [message.tensor for message in messages if message.receive]
         copies = [(tensor, self._data.like(tensor)) for tensor in arriving]
-        return self._emulated.post(copies, seconds, str(number), recorder)
+        return link_of(self._device, level).post(copies, seconds, str(number), recorder)
 
     def _needs_data(self, tensor: Tensor) -> bool:
         key = tensor.data_ptr(), tensor.shape, tensor.dtype
@@ -266,23 +297,31 @@ class EmulatedRanks:
         return is_new or self.always_copies or _is_row(tensor)
 
 
+def _bytes(messages: Iterable[Message]) -> tuple[int, int]:
+    """Sent and received."""
+    sizes = [0, 0]
+    for message in messages:
+        sizes[message.receive] += message.tensor.nbytes
+    return sizes[0], sizes[1]
+
+
 class ReplayTransport:
-    """A replayed rank's transport: posts are queued, in order; `wait` is for all of them."""
+    """A replayed rank's transport: posts queue on each level, in order; `wait` is for all."""
 
     def __init__(self, others: EmulatedRanks) -> None:
         self._others, self._posts = others, 0
-        self._wait: Wait | None = None
+        self._waits: dict[str, Wait] = {}
 
     def post(self, messages: Sequence[Message]) -> None:
         if messages:
-            self._wait = self._others.post(messages, self._posts) or self._wait
+            self._waits |= self._others.post(messages, self._posts)
         self._posts += 1
 
     def wait(self) -> None:
-        """Wait for the last post, and so for those before it."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        """Wait for the last post of each level, and so for those before it."""
+        for wait in self._waits.values():
+            wait()
+        self._waits.clear()
 
     def abandon(self, steps: Sequence[bool], drain: bool) -> None:
         """Nobody else is there."""

@@ -15,7 +15,7 @@ from ...engine.executor import Pool
 from ...engine.prepare import prepare
 from ...kernels.base import as_block, as_direct
 from ...plan.steps import Payload, Plan, Side
-from ..links import Link
+from ..links import Link, Topology
 from ..workload import BACKWARD, FORWARD, Placement, Workload, options_of, problem_of
 from .emulated import EmulatedRanks, RandomData, RecordedKernel, Recorder
 from .results import Bar, PassCost
@@ -116,7 +116,9 @@ class LibraryRanks:
         headdim, headdim_v = self.workload.headdim, self.workload.headdim_v
         return 2 * self.workload.batch * (headdim + (headdim_v or headdim))
 
-    def rank(self, rank: int, link: Link | None, keep_buffers: bool = True) -> ReplayedRank:
+    def rank(
+        self, rank: int, link: Link | Topology | None, keep_buffers: bool = True
+    ) -> ReplayedRank:
         """A rank of many; `link` None: messages cost nothing.
 
         Such messages need `keep_buffers`, the same from run to run, for sane numbers. All ranks
@@ -124,7 +126,7 @@ class LibraryRanks:
         """
         shard, dout = self.shard(self.size(rank))
         wide = self.workload.torch_dtype.itemsize >= torch.float32.itemsize
-        others = EmulatedRanks(self.device, link, self.data, always_copies=wide)
+        others = EmulatedRanks(self.device, link, self.data, rank, always_copies=wide)
         pool = self._pool if keep_buffers and link is None else Pool()
         opts = options_of(self.workload, self.placement.kernel)
         prepared = prepare(

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from ..links import Link
+from ..links import Link, Topology, link_from_dict
 from ..results import REPLAY, Row, host_mark
 from ..workload import BACKWARD, BOTH, FLOPS, FORWARD, Placement, Workload
 
-COMPUTE, TRANSFERS = "compute", "transfers"  # lanes of a timeline
+# Lanes of a timeline; NETWORK has the transfers between nodes.
+COMPUTE, TRANSFERS, NETWORK = LANES = ("compute", "transfers", "network")
 Times = dict[str, float]  # ms of the forward pass, and of "both" passes together
 
 
@@ -19,7 +20,7 @@ Times = dict[str, float]  # ms of the forward pass, and of "both" passes togethe
 class Bar:
     """One launch or one post of a timeline."""
 
-    lane: str  # COMPUTE or TRANSFERS
+    lane: str  # COMPUTE, TRANSFERS or NETWORK
     direction: str  # "forward" or "backward"
     label: str  # number of its step
     start: float  # ms since the run began
@@ -137,7 +138,7 @@ class Replay:
     timeline: tuple[Bar, ...] = ()  # of the slowest rank, if asked for
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> Link | Topology | None:
         """What was emulated; None: communication was removed."""
         return self.placement.link
 
@@ -168,10 +169,10 @@ class Replay:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Replay:
         """The replay that `to_dict` wrote, also from JSON."""
-        link, baseline = values["placement"]["link"], values["baseline"]
+        link, baseline = link_from_dict(values["placement"]["link"]), values["baseline"]
         read = {
             "workload": Workload.from_dict(values["workload"]),
-            "placement": Placement(**{**values["placement"], "link": link and Link(**link)}),
+            "placement": Placement(**{**values["placement"], "link": link}),
             "ours": _design(values["ours"]),
             "baseline": baseline and _design(baseline),
             "timeline": tuple(Bar(**bar) for bar in values["timeline"]),

@@ -10,7 +10,7 @@ import torch
 
 from ...plan.build import make_plan
 from ..documents import Histogram, pack_of
-from ..links import Link, find_link
+from ..links import Link, Topology, find_link
 from ..machine import device_name, find_device, versions
 from ..timing import Samples, Stopwatch, Work, interleaved, on_device, peak_bytes
 from ..workload import BOTH, FORWARD, Placement, Workload, problem_of, rank_tokens, resolve
@@ -48,7 +48,7 @@ def replay(
     heads_k_stride: int | None = None,
     sources_per_launch: int | None = None,
     ranks_per_node: int | None = None,
-    link: Link | str | None = None,
+    link: Link | Topology | str | None = None,
     repeats: int = 9,
     device: str | torch.device | None = None,
     baseline: Baseline = False,
@@ -80,7 +80,8 @@ def replay(
         sources_per_launch: ranks whose keys one launch takes, for route "ring"; by default as many
             as in `ring_attention`.
         ranks_per_node: ranks that exchange heads, for route "mesh"; by default all.
-        link: one of `LINKS` by name, or a `Link`; None or "none": communication costs nothing.
+        link: a `Link` or a `Topology`, or what `find_link` knows by name, such as "nvlink4" or
+            "h100-ib400"; None or "none": communication costs nothing.
         repeats: rounds of the medians.
         device: by default the GPU, if there is one.
         baseline: replay ring-flash-attn 0.1.8's zigzag design as well: on torch's FlashAttention-2
@@ -95,7 +96,7 @@ def replay(
     """
     if baseline is not False and existing is not False:
         raise ValueError("existing is the old name of baseline: give one of them")
-    found = link if isinstance(link, Link) else find_link(link)
+    found = find_link(link) if link is None or isinstance(link, str) else link
     placement = Placement(
         world_size,
         layout,

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from ring_flash_attn.bench.links import LINKS
 from ring_flash_attn.lab.steps.s15_communication import (
+    SHOWN,
     causal_pairs,
     predict,
     published,
@@ -42,7 +43,7 @@ def hidden_from() -> Figure:
     tokens = [2**i for i in range(8, 16)]
     work = [_rank(n, "nvlink4")["compute"] / 8 * 1e6 for n in tokens]
     ax.loglog(tokens, work, color=INK, lw=2.5, label="one step of work")
-    for link, colour in zip(LINKS, (BLUE, GREEN, PURPLE, ORANGE), strict=True):
+    for link, colour in zip(SHOWN, (BLUE, GREEN, PURPLE, ORANGE), strict=True):
         hops = [_rank(n, link)["communication"] / 7 * 1e6 for n in tokens]
         n = _first_hidden(link)
         ax.loglog(tokens, hops, color=colour, lw=1.8, label=f"hop, {link}: hidden from {n:,} on")
