@@ -42,7 +42,7 @@ class Link:
     def __str__(self) -> str:
         speed, delay = self.bandwidth / 1e9, self.latency * 1e6
         shared = f" shared by {self.shared_by} GPUs" if self.shared_by > 1 else ""
-        return f"{self.name}: {speed:g} GB/s each way{shared}, {delay:g} µs for each post"
+        return f"{self.name}: {speed:.4g} GB/s each way{shared}, {delay:.4g} µs for each post"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from .bench import bench, compare
 from .diff import diff
 from .draw import draw
 from .info import info, version_lines
+from .link import link
 from .profile import profile
 from .replay import replay
 from .report import report
@@ -70,7 +71,8 @@ class Command(TyperCommand):
 app = typer.Typer(
     name="rfa", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for command in (verify, info, draw, tune, replay, bench, compare, ring, profile, diff, report):
+_ALL = (verify, info, draw, tune, replay, link, bench, compare, ring, profile, diff, report)
+for command in _ALL:
     app.command(cls=Command)(command)
 
 _lab = typer.Typer(name="lab", invoke_without_command=True, callback=lab.lab)

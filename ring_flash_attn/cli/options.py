@@ -291,6 +291,15 @@ def parse_seeds(text: str | None) -> tuple[int | None, ...]:
     return seeds
 
 
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Of --sizes: bytes, ascending."""
+    message = f"--sizes must be two numbers of bytes or more, as 4096,1048576; not {text!r}"
+    sizes = tuple(sorted(set(_integers(text, message))))
+    if len(sizes) < 2 or sizes[0] < 1:
+        raise ValueError(message)
+    return sizes
+
+
 def _integers(text: str, message: str) -> tuple[int, ...]:
     try:
         return tuple(map(int, text.split(",")))

@@ -65,6 +65,13 @@ class Settings:
         parts = dict(part.split(":") for part in (self.backend or "").split(",") if ":" in part)
         return parts.get(self.device.type, self.backend)
 
+    def start(self, body: launch.Body, args: Sequence[Any]) -> Iterator[list[Any]]:
+        """Run it on the ranks that torchrun has started, or on new ones; see `launch`."""
+        where = self.device.type, self.backend or ""
+        if launch.torchrun_rank():
+            return launch.run_joined(body, args, *where)
+        return launch.run_spawned(body, args, self.world_size, *where, self.timeout)
+
 
 def time_targets(
     targets: Sequence[Target], settings: Settings, report: Report
@@ -225,12 +232,7 @@ def _collect(
     targets: Sequence[Target], settings: Settings, report: Report, items: list[list[Any]]
 ) -> None:
     args = (targets, settings.passes, settings.repeats, settings.device.type)
-    where = (settings.device.type, settings.backend or "")
-    if launch.torchrun_rank():
-        arriving = launch.run_joined(measure_on_rank, args, *where)
-    else:
-        size, timeout = settings.world_size, settings.timeout
-        arriving = launch.run_spawned(measure_on_rank, args, size, *where, timeout)
+    arriving = settings.start(measure_on_rank, args)
     rounds = (f"round {number + 1} of {settings.repeats}" for number in range(settings.repeats))
     for line in (*(f"trying {target.name}" for target in targets), *rounds):
         report(line)
