@@ -140,8 +140,9 @@ _INSIDE = {  # of a node, by its GPUs
     "a800": "nvlink-a800",
     "b200": "nvlink5",
 }
-# Estimates: cards without NVLink, of which two share what a PCIe switch or a CPU passes on, and
-# one adapter of 200 Gbit/s. 28 GB/s was published for 8 cards on PCIe 5 (NVIDIA/nccl issue 1639).
+# Estimates: cards without NVLink, of which two share what a PCIe switch or a CPU passes on, and all
+# share an adapter. (Published for 8 RTX 5090 on PCIe 5, which are no faster for it than 8 RTX 4090:
+# 28 GB/s in an all-reduce, NVIDIA/nccl issue 1639.)
 _SHARED_PCIE = replace(LINKS["pcie4"], shared_by=2)
 _ON_PCIE = ("l20", "rtx4090")
 TOPOLOGIES = {

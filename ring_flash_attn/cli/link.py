@@ -144,10 +144,11 @@ def _table(found: MeasuredLinks) -> Table:
         if not pairs:
             continue
         order = sorted(pairs, key=lambda each: each.rate(found.sizes[-1]))
-        for who, each in (("slowest", order[0]), ("fastest", order[-1])):
+        for who, each in {"slowest pair": order[0], "fastest pair": order[-1]}.items():
             a, b = sorted(each.trial.targets)
-            add(level, f"{who} pair: {a}, {b}", [each], "", "")
-        add(level, f"median of {len(pairs)} pairs", pairs, "", "")
+            add(level, f"{who}: {a}, {b}", [each], "", "")
+        if len(pairs) > 2:
+            add(level, f"median of {len(pairs)} pairs", pairs, "", "")
         latency, bandwidth = found.together[level].fit()
         fitted = f"{1e6 * latency:.1f}", f"{bandwidth / 1e9:.4g}"
         add(level, "all at once", [found.together[level]], *fitted)

@@ -89,6 +89,13 @@ def test_names_say_what_lies_at_both_levels() -> None:
             assert topology.seconds(0, *outside) > topology.seconds(0, *inside)
 
 
+def test_the_documents_list_every_name() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    _, table = text.split("| `--link` |")
+    first = [line.split("|")[1] for line in table.split("\n\n")[0].splitlines()[2:]]
+    assert set(re.findall(r"`([^`]+)`", "".join(first))) == {*LINKS, *TOPOLOGIES, "FILE.json"}
+
+
 def test_numbers_of_both_levels() -> None:
     inside, outside = Link("own", 100e9, 3e-6), Link("own", 25e9, 20e-6)
     found = find_link(gbps=100, latency_us=3, network_gbps=25, gpus_per_node=4)
