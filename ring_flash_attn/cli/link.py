@@ -20,7 +20,7 @@ from .options import check_group, check_world_size, is_first_rank, parse_sizes
 
 if TYPE_CHECKING:
     from ..bench.ranks import Settings
-    from ..bench.ranks.links import MeasuredLinks, MeasuredTrial
+    from ..bench.ranks.links import MeasuredLinks, MeasuredTraffic
 
 _RANKS_ON_CPU = 4
 _SIZES = {
@@ -130,22 +130,22 @@ def _table(found: MeasuredLinks) -> Table:
     numbers = [first, *(f"GB/s, {_size(n)}" for n in found.sizes), "fit µs", "fit GB/s"]
     table = make_table(["between ranks", "who sends"], numbers, "each way")
 
-    def add(level: str, who: str, trials: Sequence[MeasuredTrial], *fitted: str) -> None:
+    def add(level: str, who: str, measured: Sequence[MeasuredTraffic], *fitted: str) -> None:
         def middle(values: Iterator[float]) -> float:
             return statistics.median(values)
 
-        delay = middle(each.median(found.sizes[0]) for each in trials)
-        rates = (middle(each.rate(n) for each in trials) for n in found.sizes)
+        delay = middle(each.median(found.sizes[0]) for each in measured)
+        rates = (middle(each.rate(n) for each in measured) for n in found.sizes)
         cells = (f"{1e6 * delay:.1f}", *(f"{rate / 1e9:.4g}" for rate in rates), *fitted)
         table.add_row(f"{level} a node", who, *cells)
 
     for level in LEVELS:
-        pairs = [each for each in found.pairs if each.trial.level == level]
+        pairs = [each for each in found.pairs if each.traffic.level == level]
         if not pairs:
             continue
         order = sorted(pairs, key=lambda each: each.rate(found.sizes[-1]))
         for who, each in {"slowest pair": order[0], "fastest pair": order[-1]}.items():
-            a, b = sorted(each.trial.targets)
+            a, b = sorted(each.traffic.targets)
             add(level, f"{who}: {a}, {b}", [each], "", "")
         if len(pairs) > 2:
             add(level, f"median of {len(pairs)} pairs", pairs, "", "")

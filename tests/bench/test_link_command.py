@@ -61,7 +61,7 @@ def test_nodes_that_differ_are_refused(hosts: str, given: int | None) -> None:
 
 def test_every_pair_and_then_all_ranks() -> None:
     pairs = all_pairs(4, 2)
-    assert [(trial.level, *trial.targets) for trial in pairs] == [
+    assert [(traffic.level, *traffic.targets) for traffic in pairs] == [
         ("inside", 0, 1),
         ("outside", 0, 2),
         ("outside", 0, 3),
@@ -70,7 +70,9 @@ def test_every_pair_and_then_all_ranks() -> None:
         ("inside", 2, 3),
     ]
     assert all(
-        trial.targets[trial.targets[rank]] == rank for trial in pairs for rank in trial.targets
+        traffic.targets[traffic.targets[rank]] == rank
+        for traffic in pairs
+        for rank in traffic.targets
     )
     inside, outside = all_together(6, 3)
     assert (inside.level, dict(inside.targets)) == ("inside", {0: 1, 1: 2, 2: 0, 3: 4, 4: 5, 5: 3})
@@ -78,8 +80,8 @@ def test_every_pair_and_then_all_ranks() -> None:
         "outside",
         {0: 3, 1: 4, 2: 5, 3: 0, 4: 1, 5: 2},
     )
-    assert [trial.level for trial in all_together(3, 1)] == ["outside"]
-    assert [trial.level for trial in all_together(3, 3)] == ["inside"]
+    assert [traffic.level for traffic in all_together(3, 1)] == ["outside"]
+    assert [traffic.level for traffic in all_together(3, 3)] == ["inside"]
 
 
 class FakeRanks:
@@ -92,8 +94,8 @@ class FakeRanks:
         sizes, repeats, _, gpus_per_node = args
         nodes = len(self._hosts), node_size(self._hosts, gpus_per_node)
         yield list(self._hosts)
-        for trial in all_pairs(*nodes) + all_together(*nodes):
-            yield [self._seconds(rank, trial.targets, sizes, repeats) for rank in range(nodes[0])]
+        for traffic in all_pairs(*nodes) + all_together(*nodes):
+            yield [self._seconds(rank, traffic.targets, sizes, repeats) for rank in range(nodes[0])]
 
     def _seconds(
         self, rank: int, targets: Mapping[int, int], sizes: Sequence[int], repeats: int

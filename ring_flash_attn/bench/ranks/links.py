@@ -22,7 +22,7 @@ Seconds = dict[int, tuple[float, ...]]  # of a post, in each run, by bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Traffic:
     """Ranks that send at the same time."""
 
     level: str  # INSIDE or OUTSIDE
@@ -30,10 +30,10 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredTrial:
+class MeasuredTraffic:
     """What a post took: of each run the slowest rank's."""
 
-    trial: Trial
+    traffic: Traffic
     seconds: Seconds
 
     def median(self, size: int) -> float:
@@ -55,8 +55,8 @@ class MeasuredLinks:
     hosts: tuple[str, ...]  # of each rank
     ranks_per_node: int
     sizes: tuple[int, ...]  # bytes, ascending
-    pairs: tuple[MeasuredTrial, ...]
-    together: Mapping[str, MeasuredTrial]  # by level: every rank sends to the next one
+    pairs: tuple[MeasuredTraffic, ...]
+    together: Mapping[str, MeasuredTraffic]  # by level: every rank sends to the next one
 
     def topology(self, name: str, backend: str) -> Topology:
         """Of each level what a rank gets while all send; a level that nobody uses is as the other.
@@ -75,13 +75,15 @@ class MeasuredLinks:
     def to_dict(self) -> dict[str, Any]:
         """Plain values: ms of every run, by bytes."""
 
-        def times(each: MeasuredTrial) -> dict[str, Any]:
+        def times(each: MeasuredTraffic) -> dict[str, Any]:
             runs = {str(n): [1e3 * s for s in runs] for n, runs in each.seconds.items()}
-            return {"level": each.trial.level, "ms": runs}
+            return {"level": each.traffic.level, "ms": runs}
 
         return {
             "hosts": list(self.hosts),
-            "pairs": [{"ranks": sorted(each.trial.targets), **times(each)} for each in self.pairs],
+            "pairs": [
+                {"ranks": sorted(each.traffic.targets), **times(each)} for each in self.pairs
+            ],
             "together": [times(each) for each in self.together.values()],
         }
 
@@ -123,22 +125,22 @@ def node_size(hosts: Sequence[str], gpus_per_node: int | None = None) -> int:
     return gpus_per_node
 
 
-def all_pairs(world_size: int, ranks_per_node: int) -> list[Trial]:
+def all_pairs(world_size: int, ranks_per_node: int) -> list[Traffic]:
     """Two ranks alone, both ways at once."""
 
     def level(a: int, b: int) -> str:
         return INSIDE if a // ranks_per_node == b // ranks_per_node else OUTSIDE
 
-    return [Trial(level(a, b), {a: b, b: a}) for a, b in combinations(range(world_size), 2)]
+    return [Traffic(level(a, b), {a: b, b: a}) for a, b in combinations(range(world_size), 2)]
 
 
-def all_together(world_size: int, ranks_per_node: int) -> list[Trial]:
+def all_together(world_size: int, ranks_per_node: int) -> list[Traffic]:
     """Every rank sends to the next one of its node, then to its like in the next node."""
     size, ranks = ranks_per_node, range(world_size)
     inside = {rank: rank // size * size + (rank + 1) % size for rank in ranks}
     outside = {rank: (rank + size) % world_size for rank in ranks}
     found = [(INSIDE, inside)] * (size > 1) + [(OUTSIDE, outside)] * (size < world_size)
-    return [Trial(*each) for each in found]
+    return [Traffic(*each) for each in found]
 
 
 def measure_links(
@@ -155,17 +157,18 @@ def measure_links(
     report("starting ranks")
     hosts = next(arriving)
     nodes = len(hosts), node_size(hosts, gpus_per_node)
-    found = []
-    for number, trial in enumerate((trials := all_pairs(*nodes) + all_together(*nodes)), 1):
-        report(f"{number} of {len(trials)}: {trial.level} a node, {len(trial.targets)} ranks")
+    pairs, everybody, found = all_pairs(*nodes), all_together(*nodes), []
+    for number, traffic in enumerate((*pairs, *everybody), 1):
+        of = f"{number} of {len(pairs) + len(everybody)}"
+        report(f"{of}: {traffic.level} a node, {len(traffic.targets)} ranks")
         ranks = [each for each in next(arriving) if each]
         slowest = {n: tuple(map(max, *(each[n] for each in ranks))) for n in sizes}
-        found.append(MeasuredTrial(trial, slowest))
+        found.append(MeasuredTraffic(traffic, slowest))
     for _ in arriving:  # until the ranks have ended
         pass
-    pairs = len(all_pairs(*nodes))
-    together = {each.trial.level: each for each in found[pairs:]}
-    return MeasuredLinks(tuple(hosts), nodes[1], tuple(sizes), tuple(found[:pairs]), together)
+    alone, together = found[: len(pairs)], found[len(pairs) :]
+    by_level = {each.traffic.level: each for each in together}
+    return MeasuredLinks(tuple(hosts), nodes[1], tuple(sizes), tuple(alone), by_level)
 
 
 # One rank's part.
@@ -179,17 +182,17 @@ def measure_links_on_rank(
     device: str,
     gpus_per_node: int | None,
 ) -> Iterator[str | Seconds]:
-    """The name of the host, and what each trial took; nothing where this rank takes no part."""
+    """The name of the host, and what each post took; nothing where this rank takes no part."""
     yield socket.gethostname()
     posts = _Posts(launch.rank_device(device, rank), repeats)
     try:
         nodes = world_size, node_size(posts.hosts(), gpus_per_node)
     except ValueError:  # whoever gets the names says so
         return
-    for trial in all_pairs(*nodes) + all_together(*nodes):
-        sources = {target: source for source, target in trial.targets.items()}
-        if rank in trial.targets:
-            yield {n: posts.time(n, sources[rank], trial.targets[rank]) for n in sizes}
+    for traffic in all_pairs(*nodes) + all_together(*nodes):
+        sources = {target: source for source, target in traffic.targets.items()}
+        if rank in traffic.targets:
+            yield {n: posts.time(n, sources[rank], traffic.targets[rank]) for n in sizes}
         else:
             for _ in range(repeats * len(sizes)):
                 posts.group.wait_for_all()
