@@ -77,13 +77,12 @@ class MeasuredLinks:
 
         def times(each: MeasuredTraffic) -> dict[str, Any]:
             runs = {str(n): [1e3 * s for s in runs] for n, runs in each.seconds.items()}
-            return {"level": each.traffic.level, "ms": runs}
+            traffic = each.traffic
+            return {"ranks": sorted(traffic.targets), "level": traffic.level, "ms": runs}
 
         return {
             "hosts": list(self.hosts),
-            "pairs": [
-                {"ranks": sorted(each.traffic.targets), **times(each)} for each in self.pairs
-            ],
+            "pairs": [times(each) for each in self.pairs],
             "together": [times(each) for each in self.together.values()],
         }
 
