@@ -115,7 +115,14 @@ def test_one_that_fails_says_why() -> None:
         TimedPass(row, 1.0, None)
 
 
-@pytest.mark.parametrize("subject", [make_subject(SMALL, CPU, "auto", grad=False), ranks()])
+@pytest.mark.parametrize(
+    "subject",
+    [
+        make_subject(SMALL, CPU, "auto", grad=False),
+        ranks(),
+        ranks(link="a100-ib200", gpus_per_node=2, network_latency_us=9),
+    ],
+)
 def test_another_process_gets_the_same_subject(subject: Subject) -> None:
     assert Subject.from_dict(json.loads(json.dumps(subject.to_dict()))) == subject
 
