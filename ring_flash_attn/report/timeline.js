@@ -47,7 +47,7 @@ function drawTimeline(place, line, directions) {
   plot(chart, traces, {
     height: 230, margin: { l: 52, r: 12, t: 40, b: 42 }, barmode: "overlay", bargap: 0.2,
     xaxis: axis("ms since the run began", { range: [0, end * 1.01] }),
-    yaxis: axis("", { fixedrange: true, categoryorder: "array", 
+    yaxis: axis("", { fixedrange: true, categoryorder: "array",
       categoryarray: LANES.filter((lane) => line.bars.some(([name]) => name === lane)) }),
     modebar: { bgcolor: "rgba(0,0,0,0)", color: theme("quiet"), activecolor: theme("text") },
   }, { displayModeBar: true, modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]] });
