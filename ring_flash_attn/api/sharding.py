@@ -87,7 +87,8 @@ def unshard(
 
     Returns:
         A tensor with all tokens. Differentiable for a list of shards, and with `grad` over a group;
-        with "sum", every rank of the group then has to run its backward pass.
+        with "sum", every rank of the group then has to run its backward pass: one whose loss does
+        not use the tensor adds `0 * tensor.sum()`.
     """
     check_grad(grad)
     if seqlen is not None:

@@ -144,11 +144,19 @@ def gather_shards(
     return parts
 
 
+_WAY_BACK = (
+    'the backward pass of a gather with grad="sum", which every rank takes part in: where a loss '
+    "does not use what was gathered, add 0 * gathered.sum()"
+)
+
+
 def exchange_shards(parts: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """What every rank has for us, by rank; `parts` is what we have for each. All contiguous.
 
-    For the way back of `gather_shards`: what comes has the shape of our own part.
+    For the way back of `gather_shards`: what comes has the shape of our own part. The first time,
+    the ranks meet, so that one whose loss does not depend on what was gathered is named.
     """
+    agree((("call", _WAY_BACK),), group)
     own = parts[dist.get_rank(group)]
     found = [own if part is own else torch.empty_like(own) for part in parts]
     with span("exchange the shards of {} ranks", len(parts)):

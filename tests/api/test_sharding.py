@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import time
 from itertools import accumulate, pairwise
 from typing import Any
@@ -317,6 +319,23 @@ def gradients_on_some_ranks(rank: int, n: int) -> str:
     with pytest.raises(ValueError, match="do not make the same call") as error:
         unshard(mine, "zigzag", grad="sum")
     return str(error.value)
+
+
+def unused_on_a_rank(rank: int, n: int) -> str:
+    """The loss of rank 1 does not depend on what was gathered, and it goes on to its next call."""
+    group = dist.new_group()
+    mine = torch.zeros(1, 4, requires_grad=True)
+    whole = unshard(mine, "zigzag", group=group, grad="sum")
+    go_on = functools.partial(unshard, torch.zeros(1, 5), "zigzag", group=group)
+    with pytest.raises(ValueError, match="do not make the same call") as error:
+        go_on() if rank == 1 else whole.sum().backward()
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_use_what_was_gathered_is_named(ranks: Any) -> None:
+    for message in ranks(3).run(unused_on_a_rank):
+        assert re.search(r"call = .*0 \* gathered.sum\(\).* on ranks 0, 2\n", message)
+        assert 'gathered = "torch.float32" on rank 1' in message
 
 
 def test_all_ranks_or_none_want_gradients(ranks: Any) -> None:
