@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ..engine import checks
 from ..plan.layout import Layout, spans
-from .batches import IGNORE, Stream
+from .batches import DOCUMENTS, IGNORE, Stream
 
 # The dimension of tokens of what every batch may have; and what is not passed on.
 _DIMS = {"input_ids": -1, "inputs_embeds": -2, "position_ids": -1, "shift_labels": -1}
-_DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-CONSUMED = ("attention_mask", "labels", "loss_weights", *_DOCUMENTS)
+CONSUMED = ("attention_mask", "labels", "loss_weights", *DOCUMENTS)
 
 
 def check_dims(

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 IGNORE = -100  # a target that counts in no loss, as in torch and transformers
 _OFFSETS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")  # ours, and transformers'
+_LONGEST = ("max_length_q", "max_length_k")
+# What tells of documents, and is left out of a rank's part.
+DOCUMENTS = (*_OFFSETS, *_LONGEST, "seq_idx")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +41,7 @@ class BatchDocuments:
             added; of a sequence without cu_seqlens. On the CPU.
         causal_only: documents end in padding that only a causal mask hides.
         cp: what sharded the batch, for those who get the documents alone.
+        digest: of input_ids, while the ranks have not compared them yet.
         offsets: cu_seqlens as a tensor, on the CPU: torch.compile traces it, whatever it holds,
             and would compile integers anew.
     """
@@ -50,6 +54,7 @@ class BatchDocuments:
     source: Tensor
     causal_only: bool
     cp: ContextParallel
+    digest: str | None = None
     offsets: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,7 +112,7 @@ class Stream:
         return Stream(self.shape, self.packed, tuple(lengths), source, hidden)
 
     def spread(
-        self, layout: Layout, rank: int, world_size: int, cp: ContextParallel
+        self, layout: Layout, rank: int, world_size: int, cp: ContextParallel, digest: str | None
     ) -> tuple[BatchDocuments, Tensor]:
         """What attention has to know, and the places in the stream of the rank's tokens.
 
@@ -118,13 +123,13 @@ class Stream:
         offsets = (0, *accumulate(self.lengths)) if self.packed else None
         total = len(self.source)
         documents = BatchDocuments(
-            layout, offsets, total, len(held), self.shape, self.source, self.causal_only, cp
+            layout, offsets, total, len(held), self.shape, self.source, self.causal_only, cp, digest
         )
         return documents, held
 
 
 def read_stream(batch: Mapping[str, Any]) -> Stream:
-    """The documents of a batch, by cu_seqlens, attention_mask and position_ids."""
+    """The documents of a batch, by cu_seqlens, seq_idx, attention_mask and position_ids."""
     shape = token_shape(batch)
     rows = torch.arange(shape[0] if len(shape) == 2 else 1)
     numbers = [rows.repeat_interleave(shape[-1])]  # each splits documents where it changes
@@ -142,13 +147,18 @@ def read_stream(batch: Mapping[str, Any]) -> Stream:
         kept = mask.nonzero().flatten()
         numbers.append(mask.long())
         _check_padding(batch, mask == 0, shape)
-    named = told is not None or (mask is not None and bool((mask > 1).any()))
+    numbered = mask is not None and bool((mask > 1).any())
+    named = told is not None or numbered or batch.get("seq_idx") is not None
     change = torch.zeros(max(0, len(kept) - 1), dtype=torch.bool)
     for number in numbers:
         change |= number[kept].diff() != 0
+    change = _with_seq_idx(batch, shape, kept, change, told is not None or numbered)
     change = _with_restarts(batch, shape, kept, change, named)
     ends = [*(change.nonzero().flatten() + 1).tolist(), len(kept)]
     lengths = tuple(end - start for start, end in zip([0, *ends], ends))
+    for name in _LONGEST:
+        if batch.get(name) is not None:
+            checks.check_max_seqlen(name, batch[name], lengths)
     whole_rows = len(shape) == 2 and len(kept) == shape.numel() and set(lengths) <= {shape[1]}
     if whole_rows and told is None and len(lengths) == shape[0]:
         return Stream(tuple(shape), False, (shape[1],), torch.arange(shape[1]))
@@ -194,6 +204,33 @@ def _told_lengths(batch: Mapping[str, Any], shape: torch.Size) -> tuple[int, ...
         if lengths != next(iter(found.values())):
             raise ValueError(f"{' and '.join(found)} must be equal: queries and keys are the same")
     return next(iter(found.values()), None)
+
+
+def _with_seq_idx(
+    batch: Mapping[str, Any], shape: torch.Size, kept: Tensor, change: Tensor, named: bool
+) -> Tensor:
+    """Documents also start where seq_idx changes; if something `named` them, at the same tokens."""
+    numbers = _values(batch, "seq_idx", shape)
+    if numbers is None:
+        return change
+    if numbers.dtype.is_floating_point or bool((numbers[kept] < 0).any()):
+        raise ValueError(
+            "seq_idx must be the number of each token's document, from 0 on, but it is "
+            f"{numbers.dtype}, or has negative values: mark padding in attention_mask"
+        )
+    starts = numbers[kept].diff() != 0
+    rows = (kept // shape[-1]).diff() != 0  # each may count from 0
+    wrong = ((starts != change) & ~rows).nonzero().flatten().tolist()
+    if not named:
+        return change | starts
+    if wrong:
+        token = int(kept[wrong[0] + 1])
+        here, other = ("a", "no") if starts[wrong[0]] else ("no", "a")
+        raise ValueError(
+            f"seq_idx has {here} new document at token {token}, but cu_seqlens (or attention_mask) "
+            f"has {other} new one there: they must tell of the same documents"
+        )
+    return change
 
 
 def _with_restarts(

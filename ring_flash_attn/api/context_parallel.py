@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _run_ring = compilable(run_ring)
 before_shard: list[Callable[[], None]] = []
 """Called by `shard` first, for adapters: models that were not prepared have to refuse a part."""
+_compared: WeakSet[Any] = WeakSet()  # groups whose ranks have compared their first batches
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,16 @@ class ContextParallel:
         Args:
             batch: a dict, or what has `items()` like one. Tokens are (batch, seqlen) or (total,):
                 input_ids or inputs_embeds; labels (not shifted) or shift_labels; position_ids;
-                attention_mask, 0 at padding, 1 or the number of a document elsewhere; cu_seqlens;
-                loss_weights, one for each label. What is no tensor is passed on.
+                attention_mask, 0 at padding, 1 or the number of a document elsewhere; cu_seqlens
+                or seq_idx, the number of each token's document; loss_weights, one for each label.
+                What is no tensor is passed on.
             dims: for each other tensor, its dimension of tokens (after that of the batch), or None
                 to pass it on as it is.
             device: where all tensors of the part go; they stay on theirs if None.
 
         Returns:
             The tensors of this rank's tokens, (batch, tokens) or packed (1, tokens), without
-            attention_mask and cu_seqlens, and
+            attention_mask and what tells of documents, and
 
             - documents: for `attention`, `gather` and `scaled_dot_product_attention`.
             - position_ids: within documents.
@@ -122,7 +125,9 @@ class ContextParallel:
             stream = stream.padded(layout, world_size * self.divisor)
             check_sizes(stream, layout, world_size, self.divisor)
         self._compare(given, stream)
-        documents, held = stream.spread(layout, rank, world_size, self)
+        first = world_size > 1 and comm.resolve_group(self.group) not in _compared
+        digest = _digest(given["input_ids"]) if first and "input_ids" in given else None
+        documents, held = stream.spread(layout, rank, world_size, self, digest)
         part = {name: x for name, x in given.items() if name not in (*dims, *CONSUMED)}
         here, after = stream.source[held], stream.following[held]
         fill = {"input_ids": self.pad_token_id, "shift_labels": IGNORE}
@@ -160,6 +165,8 @@ class ContextParallel:
             options: the other arguments of `ring_attention`, such as window_size or softmax_scale.
         """
         _check_documents(documents)
+        if not torch.compiler.is_compiling():
+            self._compare_first(documents)
         if not checks.check_flag("causal", causal) and documents.causal_only:
             raise ValueError(
                 "causal = False, but documents end in padding (divisor = "
@@ -325,17 +332,34 @@ class ContextParallel:
         checks.check_tensor("x", x)
         return comm.sum_over(x.detach(), comm.resolve_group(self.group))
 
+    def _compare_first(self, documents: BatchDocuments) -> None:
+        """Whether all ranks load the same batches, asked once, before their first attention."""
+        if documents.digest is None:
+            return
+        group = comm.resolve_group(self.group)
+        if group not in _compared:
+            call = "attention over the first batch: every rank shards the same whole batch"
+            comm.agree((("call", call), ("digest of input_ids", documents.digest)), group)
+            _compared.add(group)
+
     def _compare(self, batch: Mapping[str, Any], stream: Stream) -> None:
         """Whether all ranks have the same batch; asked with RFA_CHECK=values alone."""
         if comm.check_mode() != "values":
             return
         name = "input_ids" if "input_ids" in batch else "inputs_embeds"
-        raw = batch[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        digest = hashlib.sha1(raw).hexdigest()[:12]
-        call = ("call", "ContextParallel.shard"), ("shape", stream.shape), (name, digest)
-        fields = (*call, *document_values(documents=stream.lengths).items())
+        call = ("call", "ContextParallel.shard"), ("shape", stream.shape)
+        fields = (
+            *call,
+            (name, _digest(batch[name])),
+            *document_values(documents=stream.lengths).items(),
+        )
         rank, _ = comm.rank_and_size(self.group)
         comm.agree(fields, comm.resolve_group(self.group), part=rank)
+
+
+def _digest(x: Tensor) -> str:
+    raw = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha1(raw).hexdigest()[:12]
 
 
 def _is_auto(given: object) -> bool:

@@ -64,7 +64,7 @@ def context_parallel(
     cp = ContextParallel(mesh, layout, _route if route is None else route, kernel)
     (seqlen,) = lengths
     stream = Stream((1, seqlen), False, (seqlen,), torch.arange(seqlen))
-    documents, held = stream.spread(get_layout(layout), *comm.rank_and_size(mesh), cp)
+    documents, held = stream.spread(get_layout(layout), *comm.rank_and_size(mesh), cp, None)
     return _sharded(cp.attention, documents, [*zip(tensors, dims)], held, kept)
 
 

@@ -212,11 +212,16 @@ def ways_to_tell(rank: int, world_size: int) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]])
     cp = ContextParallel(layout="flat_contiguous")
     tokens = {"input_ids": ids, "labels": labels}
-    offsets = [0, 3, 4, 8]
+    offsets, numbers = [0, 3, 4, 8], torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2]], dtype=torch.int32)
     ways: list[Any] = [
         {**tokens, "cu_seqlens": offsets},
         {**tokens, "cu_seqlens": torch.tensor(offsets, dtype=torch.int32)},
         {**tokens, "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 4},
+        {**tokens, "seq_idx": numbers},
+        {**tokens, "seq_idx": 5 - numbers, "max_length_q": 4, "max_length_k": 9},
+        {**tokens, "seq_idx": numbers, "position_ids": positions, "cu_seq_lens_q": offsets},
+        {**tokens, "seq_idx": numbers, "attention_mask": numbers + 1},
+        {**tokens, "seq_idx": numbers, "attention_mask": torch.ones(1, 8).long()},
         {**tokens, "position_ids": positions},
         {**tokens, "attention_mask": torch.tensor([[1, 1, 1, 2, 3, 3, 3, 3]])},
         {**tokens, "position_ids": positions, "attention_mask": torch.ones(1, 8).bool()},
@@ -230,7 +235,15 @@ def ways_to_tell(rank: int, world_size: int) -> None:
         assert part["num_items_in_batch"] == sum((each[1][1:] != -100).sum() for each in documents)
         shifted = torch.cat([torch.cat([d[1][1:], torch.tensor([-100])]) for d in documents])
         assert torch.equal(part["shift_labels"][0], shifted[rank * 4 : rank * 4 + 4])
-        assert "attention_mask" not in part
+        assert not {"attention_mask", "seq_idx", "max_length_q"} & set(part)
+    rows = {"input_ids": ids.view(2, 4), "cu_seqlens": offsets}
+    for each in ([[0, 0, 0, 1], [0, 0, 0, 0]], [[0, 0, 0, 1], [2, 2, 2, 2]]):  # by row, or overall
+        found = cp.shard({**rows, "seq_idx": torch.tensor(each)})["documents"]
+        assert found.cu_seqlens == tuple(offsets)
+    rows["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    del rows["cu_seqlens"]
+    found = cp.shard({**rows, "seq_idx": torch.tensor([[0, 0, 1, 1], [0, 1, 7, -1]])})["documents"]
+    assert found.cu_seqlens == (0, 2, 4, 5, 6)
     flat = cp.shard({"input_ids": ids[0], "labels": labels[0], "cu_seqlens": offsets})
     assert torch.equal(flat["input_ids"], parts[0]["input_ids"][0])
     assert torch.equal(flat["shift_labels"], parts[0]["shift_labels"][0])
@@ -577,6 +590,24 @@ def mistakes(rank: int, world_size: int) -> None:
             "must be equal",
         ),
         (
+            lambda: cp.shard({"input_ids": IDS, "seq_idx": IDS // 4, "cu_seqlens": [0, 8]}),
+            ValueError,
+            "seq_idx has a new document at token 4, but cu_seqlens .* has no new one",
+        ),
+        (
+            lambda: cp.shard({"input_ids": IDS, "seq_idx": IDS // 4, "cu_seqlens": [0, 3, 4, 8]}),
+            ValueError,
+            "seq_idx has no new document at token 3, but",
+        ),
+        (lambda: cp.shard({"input_ids": IDS, "seq_idx": IDS - 1}), ValueError, "negative"),
+        (lambda: cp.shard({"input_ids": IDS, "seq_idx": IDS / 2}), ValueError, "torch.float32"),
+        (lambda: cp.shard({"input_ids": IDS, "seq_idx": IDS[0, 1:]}), ValueError, "seq_idx must"),
+        (
+            lambda: cp.shard({"input_ids": IDS, "seq_idx": IDS // 4, "max_length_q": 3}),
+            ValueError,
+            "max_length_q = 3, but the longest document has 4",
+        ),
+        (
             lambda: cp.shard({"input_ids": IDS, "position_ids": IDS * 2}),
             ValueError,
             "position_ids go from 0 to 2",
@@ -640,6 +671,27 @@ def different_batches(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError, match="do not make the same call") as error:
         cp.shard({"input_ids": IDS + rank})
     return str(error.value)
+
+
+def first_batches(rank: int, world_size: int) -> str:
+    """As a sampler for data parallelism would load them; what is sharded ahead is not compared."""
+    cp = ContextParallel(dist.new_group())
+    x = torch.zeros(1, 4, 2, 4)
+    same = cp.shard({"input_ids": IDS})["documents"]
+    other = cp.shard({"input_ids": IDS + rank})["documents"]
+    with pytest.raises(ValueError, match="do not make the same call") as error:
+        cp.attention(x, x, x, other)
+    cp.attention(x, x, x, same)
+    later = cp.shard({"input_ids": IDS + rank})["documents"]
+    for documents in (later, other):  # it is asked once
+        cp.attention(x, x, x, documents)
+    return str(error.value)
+
+
+def test_first_batches_that_differ_are_found(ranks: Callable[[int], Ranks]) -> None:
+    for message in ranks(2).run(first_batches):
+        assert "digest of input_ids = " in message
+        assert "call" not in message.replace("the same call", "")
 
 
 def test_different_batches_are_found() -> None:
