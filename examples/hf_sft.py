@@ -61,8 +61,6 @@ class ContextParallelMixin:
 
     def get_batch_samples(self, *args, **kwargs):
         batches, _ = super().get_batch_samples(*args, **kwargs)
-        for batch in batches:
-            batch.pop("seq_idx", None)  # of TRL; position_ids tell of the documents
         parts = [self.cp.shard(batch, device=self.args.device) for batch in batches]
         num_items = torch.zeros((), dtype=torch.int64, device=self.args.device)
         num_items = sum((part.pop("num_items_in_batch") for part in parts), start=num_items)

@@ -303,6 +303,18 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or tensor.dtype != torch.float32 else tensor.to(dtype)
 
 
+def _has_documents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether documents came with the model's call, which then are not those of the global.
+
+    Layers before 4.53 that receive no mask are recomputed without them, which is refused; those of
+    a substituted model are known by positions, or by the backward pass.
+    """
+    if hf_documents.is_running() or hf_documents.has_documents(args, kwargs):
+        return True
+    unknown = kwargs.get("position_ids") is None and not hf_forward.is_reached()
+    return unknown and hf_documents.has_lost_documents()
+
+
 def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -> None:
     """Put ring attention in the place of transformers' flash attention.
 
@@ -330,7 +342,7 @@ def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -
 
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Tensor:
-        if not RING_ATTN_SWITCH or hf_documents.has_documents(args, kwargs):
+        if not RING_ATTN_SWITCH or _has_documents(args, kwargs):
             return original(*args, **kwargs)
         # by position what a project may have named in its own way
         by_position = [kwargs.pop(name) for name in required[len(args) :] if name in kwargs]

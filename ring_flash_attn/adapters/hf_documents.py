@@ -84,6 +84,23 @@ def watch(call: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
+def watch_forward(kind: Any) -> None:
+    """Let a class's `forward` take documents as well: releases of PEFT call it past `__call__`."""
+    forward = kind.forward
+    if hasattr(forward, "takes_documents"):
+        return
+    uncompiled = torch.compiler.disable(_run, recursive=False)
+
+    @functools.wraps(forward)
+    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("documents"), BatchDocuments):
+            return uncompiled(forward, model, args, kwargs)
+        return forward(model, *args, **kwargs)
+
+    watched.takes_documents = True  # type: ignore[attr-defined]
+    kind.forward = watched
+
+
 def _run(
     call: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -93,6 +110,7 @@ def _run(
     kwargs = {**dict(zip(names, args)), **kwargs}
     loss = _take_targets(model, kwargs, "labels" in names)
     _check_call(model, kwargs, documents)
+    documents.cp._compare_first(documents)
     if "use_cache" in names:
         kwargs["use_cache"] = False
     if not documents.size:
@@ -134,6 +152,12 @@ def _check_call(model: Any, given: Mapping[str, Any], documents: BatchDocuments)
     }.items():
         if given.get(unwanted) is not None:
             raise ValueError(f"{unwanted} beside documents: {reason}")
+    for name in ("logits_to_keep", "num_logits_to_keep"):
+        if isinstance(given.get(name), int) and given[name]:
+            raise ValueError(
+                f"{name}={given[name]} beside documents: the last tokens of a rank are not those "
+                "of the batch; take them from cp.gather(logits, documents)"
+            )
     for flag in ("use_cache", "output_attentions"):
         if given.get(flag):
             raise ValueError(f"{flag}=True beside documents: ring attention has nothing to return")
@@ -288,7 +312,7 @@ def mask_of_call(attention_mask: Any) -> DocumentsMask | None:
     if isinstance(attention_mask, DocumentsMask):
         return attention_mask
     if _current.documents is None:
-        if _unmasked and torch._C._current_graph_task_id() != -1:
+        if has_lost_documents():
             raise ValueError(
                 "checkpointing computes a layer again that does not receive its documents with its "
                 "arguments: this model cannot have it, in this version of transformers"
@@ -301,6 +325,11 @@ def mask_of_call(attention_mask: Any) -> DocumentsMask | None:
         )
     _unmasked = True
     return DocumentsMask(_current.documents, 0)
+
+
+def has_lost_documents() -> bool:
+    """Whether a layer may be computed again that had documents, and did not receive them."""
+    return _unmasked and _current.documents is None and torch._C._current_graph_task_id() != -1
 
 
 def has_documents(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

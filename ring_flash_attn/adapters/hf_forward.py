@@ -173,6 +173,11 @@ def _documents_reached(backward: int) -> Documents | None:
     return candidates[0] if candidates else None
 
 
+def is_reached() -> bool:
+    """Whether this backward pass goes through a model whose layers receive no position ids."""
+    return torch._C._current_graph_task_id() in _reached
+
+
 def _note_backward(output: Any, documents: Documents) -> None:
     """Note the documents when a backward pass comes back to the model, before its layers run."""
 

@@ -118,6 +118,11 @@ def _on_one_device(generate: Callable[..., Any]) -> Callable[..., Any]:
         is_ring = is_on() and hf_models.takes_ring_attention(model)
         if not is_ring and not hf_models.is_ours(model):
             return generate(model, *args, **kwargs)
+        if "documents" in kwargs:
+            raise ValueError(
+                "documents: generate() is not spread over ranks; give it whole prompts, not what "
+                "cp.shard returned"
+            )
         warnings.warn(
             "generate() is not spread over ranks: this one computes all of it, with attn_"
             f"implementation={hf_models.fallback(model)!r}; give it whole prompts",
@@ -160,6 +165,7 @@ def _set_attention(model: Any) -> None:
                 hf_models.check_once(part)
             if not hf_models.has_interface():
                 hf_models.prepared.add(part)
+        hf_documents.watch_forward(type(model))
     except ValueError:
         hf_models.set_implementation(model, config, before)
         raise

@@ -45,7 +45,13 @@ from ring_flash_attn import (
     position_ids,
     shard,
 )
-from ring_flash_attn.adapters import hf_adapter, hf_forward, hf_models, shift_labels
+from ring_flash_attn.adapters import (
+    hf_adapter,
+    hf_documents,
+    hf_forward,
+    hf_models,
+    shift_labels,
+)
 from ring_flash_attn.adapters.hf_models import has_interface
 
 # Before 4.53 models have no names of ours.
@@ -775,6 +781,9 @@ def test_substituting_twice_and_switching_off(
     )
     hf_adapter.use_ring_attn(True)
     assert modeling_flash_attention_utils._flash_attention_forward() == "second"
+    # documents that came with the call of a model go before those of the global
+    monkeypatch.setattr(hf_documents._current, "documents", object())
+    assert modeling_flash_attention_utils._flash_attention_forward() == "original"
 
 
 @needs_interface

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ from tiny_hf import (
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DataCollatorWithFlattening,
     DynamicCache,
     GenerationMixin,
     PreTrainedModel,
@@ -195,6 +196,30 @@ def test_batches_of_equal_and_of_padded_sequences(ranks: Callable[[int], Ranks])
     ranks(2).run(other_batches)
 
 
+def collated(rank: int, world_size: int) -> None:
+    """Each way in which transformers' collator tells of packed documents."""
+    cp, samples = ContextParallel(), [{"input_ids": list(range(n))} for n in (5, 1, 6)]
+    names = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
+    for flags in product((False, True), repeat=3):
+        if any(flags):
+            batch = DataCollatorWithFlattening(**dict(zip(names, flags, strict=True)))(samples)
+            part = cp.shard(batch)
+            assert part["documents"].cu_seqlens == (0, 5, 6, 12)
+            assert part["num_items_in_batch"] == 9
+            targets = cp.gather(part["shift_labels"], part["documents"])
+            assert targets.tolist() == [[1, 2, 3, 4, -100, -100, 1, 2, 3, 4, 5, -100]]
+            kept = {"input_ids", "position_ids", "shift_labels", "num_items_in_batch", "documents"}
+            assert set(part) == kept
+
+
+@pytest.mark.skipif(
+    "return_seq_idx" not in signature(DataCollatorWithFlattening.__init__),
+    reason="not in this version of transformers",
+)
+def test_what_the_collator_says_of_documents(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(collated)
+
+
 def few_tokens(rank: int, world_size: int) -> None:
     for family in ("llama", "gpt-oss, window, sinks"):
         if is_known(family):
@@ -207,6 +232,58 @@ def few_tokens(rank: int, world_size: int) -> None:
 
 def test_a_rank_without_tokens(ranks: Callable[[int], Ranks]) -> None:
     ranks(4).run(few_tokens)
+
+
+def past_the_hooks(rank: int, world_size: int) -> None:
+    """As releases of PEFT call the model inside of theirs."""
+    model = build("llama")
+    batches = [batch_of(LENGTHS)]
+    right = on_one_rank(model, batches)
+    prepare_hf_model(model)
+    with pytest.MonkeyPatch.context() as patch:
+        past = lambda self, *args, **kwargs: self.forward(*args, **kwargs)  # noqa: E731
+        patch.setattr(type(model), "__call__", past)
+        compare(model, ContextParallel(), batches, right)
+
+
+def test_a_model_whose_forward_is_called_by_itself(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(past_the_hooks)
+
+
+def adapted(rank: int, world_size: int, first: bool) -> None:
+    """LoRA trains its own matrices alone; the model is prepared before it, or after."""
+    from peft import LoraConfig, get_peft_model
+
+    batches = [batch_of(LENGTHS), batch_of((20, 7), seed=2)]
+    torch.manual_seed(1)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=2,
+        init_lora_weights=False,
+        target_modules=["q_proj", "up_proj"],
+    )
+    model = build("llama")
+    if not first:
+        model = get_peft_model(model, config)
+    else:
+        model = get_peft_model(prepare_hf_model(model), config)
+        hf_adapter.use_ring_attn(False)
+    right = on_one_rank(model, batches)
+    hf_adapter.use_ring_attn(True)
+    if not first:
+        prepare_hf_model(model)
+    model.train()
+    model.enable_input_require_grads()
+    for use_reentrant in (None, False, True):
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        compare(model, ContextParallel(), batches, right)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_peft(first: bool, ranks: Callable[[int], Ranks]) -> None:
+    pytest.importorskip("peft")
+    ranks(2).run(adapted, first)
 
 
 def dropped(rank: int, world_size: int) -> Tensor:
@@ -244,6 +321,8 @@ def refusals(rank: int, world_size: int) -> None:
         patch.setattr(flash_utils, name, hf_adapter._original(getattr(flash_utils, name)))
         with pytest.raises(ValueError, match=r"not told which documents.*model\(\*\*part\)"):
             model(part["input_ids"], position_ids=part["position_ids"])
+    with pytest.raises(ValueError, match=r"documents: generate\(\) is not spread over ranks"):
+        model.generate(**part)
     size = part["documents"].size
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("labels beside documents", {"labels": part["shift_labels"], "shift_labels": None}),
@@ -251,6 +330,7 @@ def refusals(rank: int, world_size: int) -> None:
         ("past_key_values beside documents", {"past_key_values": DynamicCache()}),
         ("pixel_values beside documents", {"pixel_values": torch.ones(1)}),
         ("use_cache=True beside documents", {"use_cache": True}),
+        ("logits_to_keep=1 beside documents: the last tokens", {"logits_to_keep": 1}),
         ("output_attentions=True beside documents", {"output_attentions": True}),
         (r"input_ids has shape \(1, 32\)", {"input_ids": batch["input_ids"]}),
         (r"input_ids has shape \(\d+,\)", {"input_ids": part["input_ids"][0]}),
