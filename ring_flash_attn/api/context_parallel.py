@@ -338,8 +338,9 @@ class ContextParallel:
             return
         group = comm.resolve_group(self.group)
         if group not in _compared:
-            call = "attention over the first batch: every rank shards the same whole batch"
-            comm.agree((("call", call), ("digest of input_ids", documents.digest)), group)
+            call = "attention over the first batch"
+            field = "digest of input_ids (every rank of the group loads the same batches)"
+            comm.agree((("call", call), (field, documents.digest)), group)
             _compared.add(group)
 
     def _compare(self, batch: Mapping[str, Any], stream: Stream) -> None:
