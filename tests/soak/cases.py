@@ -31,6 +31,7 @@ class Case:
         function: public name.
         layout, route: for functions whose name does not say them; so are heads_k_stride (also for
             the llama3 functions) and sources_per_launch.
+        ranks_per_node: of route mesh; also where the function's name says it.
         batch: number of sequences; None for packed documents.
         lengths_q, lengths_k: tokens of the documents, or of the one sequence of a batch.
         alibi: "", "heads" for slopes (nheads,), "batch" for (batch, nheads),
@@ -57,6 +58,7 @@ class Case:
     headdim_v: int = 1
     heads_k_stride: int | None = None
     sources_per_launch: int | None = None
+    ranks_per_node: int | None = None
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     softmax_scale: float | None = None
@@ -201,7 +203,8 @@ def _with_point(draw: st.DrawFn, case: Case) -> Case:
     if case.kind in ("gathered_documents", "llama3"):
         return replace(case, heads_k_stride=draw(st.sampled_from(divisors)))
     if case.kind not in ("virtual", "anything"):
-        return case
+        nodes = _ranks_per_node(draw, case) if case.point[1] == "mesh" else None
+        return replace(case, ranks_per_node=nodes)
     route = draw(st.sampled_from(route_names()))
     stride = draw(st.sampled_from((None, *divisors))) if route in BY_HEADS else None
     sources = st.one_of(st.none(), st.integers(1, MOST_RANKS))
@@ -210,8 +213,14 @@ def _with_point(draw: st.DrawFn, case: Case) -> Case:
         layout=draw(st.sampled_from(layout_names())),
         route=route,
         heads_k_stride=stride,
-        sources_per_launch=draw(sources) if route == "ring" else None,
+        sources_per_launch=draw(sources) if route in ("ring", "mesh") else None,
+        ranks_per_node=_ranks_per_node(draw, case) if route == "mesh" else None,
     )
+
+
+def _ranks_per_node(draw: st.DrawFn, case: Case) -> int | None:
+    sizes = [n for n in range(1, case.world_size + 1) if case.world_size % n == 0]
+    return draw(st.sampled_from((None, *sizes)))
 
 
 def _with_options(draw: st.DrawFn, case: Case) -> Case:

@@ -204,6 +204,8 @@ def _arguments(case: Case, sample: Sample, rank: int, group: ProcessGroup | None
         arguments["kernel"] = case.kernel
     if case.door == "processes":
         arguments["group"] = group
+    if case.ranks_per_node is not None:
+        arguments["ranks_per_node"] = case.ranks_per_node
     if case.kind in ("virtual", "anything"):
         names = ("layout", "route", "heads_k_stride", "sources_per_launch")
         arguments |= {name: getattr(case, name) for name in names}
