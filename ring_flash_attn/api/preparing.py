@@ -49,9 +49,10 @@ def prepare(
         group: process group; the default one if None.
     """
     check_route(route)
-    if route == "mesh" and group is not None:
-        group, ranks_per_node = comm.group_and_node(group, ranks_per_node)
-    rank, world_size = which_rank(rank, world_size, group)
+    if route == "mesh" and rank is None and world_size is None:
+        rank, world_size, ranks_per_node = comm.rank_and_node(group, ranks_per_node)
+    else:
+        rank, world_size = which_rank(rank, world_size, group)
     opts = Options(causal=causal, window_size=window_size)
     lengths_q = lengths_k = document_lengths(cu_seqlens, fresh=True)
     if cu_seqlens_k is not None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ..trace import span
 from .agreement import UNDER_WAY, agree, call_failed, group_timeout, meet_after_failure
@@ -74,19 +73,49 @@ def group_called(name: str) -> ProcessGroup:
 def group_and_node(
     group: Group | None, ranks_per_node: int | None
 ) -> tuple[Group | None, int | None]:
-    """The group of all ranks of a DeviceMesh of two axes, and the size of the inner one."""
+    """The group of all ranks of a DeviceMesh of two axes, and the size of the inner one.
+
+    All ranks make it, when they first ask.
+    """
     if not isinstance(group, DeviceMesh) or group.ndim != 2:
         return group, ranks_per_node
-    inner = group.size(1)
+    inner = _inner_axis(group, ranks_per_node)
+    if not torch.compiler.is_compiling():  # which does not know the numbers; only speed depends
+        _ranks_in_order(group)
+    return group._flatten(), inner
+
+
+def rank_and_node(group: Group | None, ranks_per_node: int | None) -> tuple[int, int, int | None]:
+    """Rank, number of ranks and ranks of a node, without making a group."""
+    if not isinstance(group, DeviceMesh) or group.ndim != 2:
+        return *rank_and_size(group), ranks_per_node
+    inner = _inner_axis(group, ranks_per_node)
+    ranks = _ranks_in_order(group)
+    return ranks.index(dist.get_rank()), len(ranks), inner
+
+
+def _inner_axis(mesh: DeviceMesh, ranks_per_node: int | None) -> int:
+    """Its size."""
+    inner = mesh.size(1)
     if ranks_per_node not in (None, inner):
         raise ValueError(
             f"ranks_per_node = {ranks_per_node}, but the inner axis of the DeviceMesh has {inner}"
         )
-    if group.mesh_dim_names is None:
+    if mesh.mesh_dim_names is None:
         raise ValueError("group: a DeviceMesh of two axes needs mesh_dim_names")
-    if group.get_coordinate() is None:
+    if mesh.get_coordinate() is None:
         raise ValueError(f"group: rank {dist.get_rank()} is not on this DeviceMesh")
-    return group._flatten(), inner
+    return inner
+
+
+def _ranks_in_order(mesh: DeviceMesh) -> list[int]:
+    """All of them; a group would put others in order, and tear nodes apart."""
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"group: the DeviceMesh has ranks {ranks}: they must ascend, those of a node first"
+        )
+    return ranks
 
 
 def rank_and_size(group: Group | None) -> tuple[int, int]:
@@ -193,7 +222,8 @@ class DistributedTransport:
         meet_after_failure(group)
         self._group, self._device, self._posted = group, device, 0
         self._gloo = _is_gloo(group, device)
-        self._coalesces = not self._gloo and group._get_backend(device).supports_coalescing
+        made_by_torch = not self._gloo and type(group) is ProcessGroup
+        self._coalesces = made_by_torch and group._get_backend(device).supports_coalescing
         self._staged = self._gloo and device.type != "cpu"
         self._requests: list[Any] = []
         self._arrivals: list[tuple[Tensor, Tensor]] = []  # (on the device, on the host)
@@ -203,17 +233,21 @@ class DistributedTransport:
         """Start all messages, receives first.
 
         What torch's batch_isend_irecv does; its checks of each message cost the host more than the
-        messages.
+        messages. If one cannot be started, `abandon` finds the others.
         """
         there = [message for message in messages if message.tensor.numel()]
         there.sort(key=lambda message: not message.receive)
         if there and self._coalesces:
-            with _coalescing_manager(self._group, self._device, async_ops=True) as together:
+            self._group._start_coalescing(self._device)
+            try:
                 for message in there:
                     self._start(message)
-            self._requests = together.works
-        elif there:
-            self._requests = [self._start(message) for message in there]
+            finally:  # a group that stays open would swallow what users send next
+                together = self._group._end_coalescing(self._device)
+                self._requests += [together] if together else []  # None: nothing was started
+        else:
+            for message in there:
+                self._requests.append(self._start(message))
         self._posted += 1
 
     def _start(self, message: Message) -> dist.Work:

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Ranks
 from samples import Results, Sample, check, expected_of, make_sample, results_of
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing import assert_close
 
 import ring_flash_attn
-from ring_flash_attn import ring_attention, shard, virtual_ring_attention
+from ring_flash_attn import prepare, ring_attention, shard, virtual_ring_attention
 from ring_flash_attn.api.families import FUNCTIONS
+from ring_flash_attn.engine import prepare as engine
 
 DOCUMENTS: dict[str, Any] = {"lengths_q": (13, 0, 26, 5), "headdim": 8}
 WAYS: list[dict[str, Any]] = [
@@ -123,10 +125,12 @@ def wrong_mesh(rank: int, world_size: int) -> list[str]:
     q = torch.randn(1, 4, 2, 8)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("out", "in"))
     unnamed = init_device_mesh("cpu", (2, 2))
+    across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("out", "in"))
     found = []
     for given in (
         {"route": "mesh", "group": mesh, "ranks_per_node": 4},
         {"route": "mesh", "group": unnamed},
+        {"route": "mesh", "group": across},
         {"route": "all_to_all", "group": mesh},
         {"route": "mesh", "ranks_per_node": 3},
         {"route": "ring", "ranks_per_node": 2},
@@ -139,8 +143,25 @@ def wrong_mesh(rank: int, world_size: int) -> list[str]:
 
 def test_wrong_nodes_are_refused(ranks: Callable[[int], Ranks]) -> None:
     for found in ranks(4).run(wrong_mesh):
-        words = ("inner axis", "mesh_dim_names", "one axis", "must divide", "only route 'mesh'")
+        words = ("inner axis", "mesh_dim_names", r"[0, 2, 1, 3]", "one axis", "must divide")
+        words += ("only route 'mesh'",)
         assert all(word in message for word, message in zip(words, found, strict=True))
+
+
+def prepared_by_some(rank: int, world_size: int) -> tuple[int, int]:
+    """How many groups `prepare` makes, which only some ranks call, and what a call plans then."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "out", "in"))["out", "in"]
+    groups, point = dist.get_pg_count(), {"layout": "zigzag", "route": "mesh", "group": mesh}
+    if rank < 2:
+        prepare([0, 10, 32], nheads_k=2, **point)
+    groups = dist.get_pg_count() - groups
+    x, plans = torch.randn(16, 2, 8), len(engine._plans)
+    ring_attention(x, x, x, cu_seqlens=[0, 10, 32], **point)
+    return groups, len(engine._plans) - plans
+
+
+def test_a_rank_prepares_for_a_mesh_by_itself(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(4).run(prepared_by_some) == [(0, 0), (0, 0), (0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n.startswith(("ulysses", "usp"))])
