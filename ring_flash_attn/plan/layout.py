@@ -95,11 +95,11 @@ class SplitLayout:
         queries: Sequence[int] | None = None,
     ) -> Iterable[tuple[int, range]]:
         if not self.flat:
-            return [
+            return (
                 (document, tokens)
                 for document, length in enumerate(lengths)
                 for tokens in self.split(length, rank, world_size)
-            ]
+            )
         found: list[tuple[int, range]] = []
         starts = [0, *accumulate(lengths)]
         for tokens in self.split(starts[-1], rank, world_size):
@@ -200,7 +200,7 @@ def spans(
     """
     starts = [0, *accumulate(lengths)]
     found: list[Span] = []
-    row = 0
+    add, new, row = found.append, tuple.__new__, 0  # the quick way: packs are long
     for document, tokens in layout.held(lengths, rank, world_size, queries):
         length = len(tokens)
         if length:
@@ -208,7 +208,6 @@ def spans(
             if shifts:
                 position += shifts[document]
             index = starts[document] + first
-            new = (row, length, position, tokens.step, document, index)
-            found.append(tuple.__new__(Span, new))  # the quick way: packs are long
+            add(new(Span, (row, length, position, tokens.step, document, index)))
             row += length
     return tuple(found)

@@ -85,7 +85,7 @@ class Problem:
         whole = True
         for key in keys:
             start, length, position, stride, document, _ = key
-            limit = limits.get(document, -FAR)
+            limit = limits[document]
             if limit is None:
                 parts = seen_rows(*self._queries(user, document), key, self.mask)
                 found += [key.part(*rows) for rows in parts]
@@ -198,7 +198,12 @@ class Problem:
         are very many, the longest too.
         """
         holders, queries = self._holders(Side.KEY), self._holders(Side.QUERY)
-        users = {document: [user for user, _ in held] for document, held in queries.items()}
+
+        def is_apart(document: int) -> bool:
+            """Not on one rank, with its queries."""
+            owners = holders[document]
+            return len(owners) > 1 or [u for u, _ in queries.get(document, ())] != [owners[0][0]]
+
         longest = sorted(holders, key=lambda document: (-self.lengths_k[document], document))
         found: tuple[dict[int, int], ...] = tuple({} for _ in range(self.world_size))
         for everywhere in (True, False):
@@ -206,7 +211,7 @@ class Problem:
                 document
                 for document in longest
                 if (len(holders[document]) == self.world_size) is everywhere
-                and (len(holders[document]), users.get(document)) != (1, [holders[document][0][0]])
+                and is_apart(document)
             ]
             work, counted = 0, list[int]()
             rows: dict[tuple[int, int], int] = {}
@@ -214,7 +219,7 @@ class Problem:
                 if work >= (1 if everywhere else _COUNTED):
                     break
                 counted.append(self.lengths_k[document])
-                for user in users.get(document, ()):
+                for user, _ in queries.get(document, ()):
                     for owner, held in holders[document]:
                         work += len(held)
                         seen = self._rows_seen(user, document, held)
@@ -251,19 +256,30 @@ class Problem:
         return self.mask.left is not None and self.mask.left < self.lengths_k[document] - 1
 
     @_once
-    def _limits(self, user: Users) -> dict[int, int | None]:
-        """A rank's queries of a document see the keys before this position.
+    def _limits(self, user: Users) -> list[int | None]:
+        """Of each document, a rank's queries see the keys before this position.
 
         None where the left side of the window hides some of these.
         """
-        found: dict[int, int | None] = {}
+        ranks = (user,) if isinstance(user, int) else user
+        parts = [self._farthest(rank) for rank in ranks]
+        found: list[int] = parts[0] if len(parts) == 1 else list(map(max, *parts))
+        if self.mask.left is None:
+            return cast("list[int | None]", found)
+        return [
+            None if limit > -FAR and self._bites(document) else limit
+            for document, limit in enumerate(found)
+        ]
+
+    @_once
+    def _farthest(self, rank: int) -> list[int]:
+        """Of each document, one past the last position that a rank's queries see; -FAR: none."""
+        found = [-FAR] * len(self.lengths_k)
         right = FAR if self.mask.right is None else self.mask.right + 1
-        for _, length, position, stride, document, _ in self._held_by(user):
-            limit, known = position + stride * (length - 1) + right, found.get(document)
-            if known is None or limit > known:
+        for _, length, position, stride, document, _ in self.spans(Side.QUERY, rank):
+            limit = position + stride * (length - 1) + right
+            if limit > found[document]:
                 found[document] = limit
-        if self.mask.left is not None:
-            found.update((document, None) for document in list(found) if self._bites(document))
         return found
 
     @_once

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from .layout import Span
 
@@ -98,18 +99,19 @@ def _by_owner(shards: Iterable[Shard]) -> Arrangement:
 
 def _by_document(shards: Sequence[Shard]) -> Arrangement:
     spans = [span for _, _, known in shards for span in known]
-    order = sorted(range(len(spans)), key=[span.index for span in spans].__getitem__)
-    begins, row = [0] * len(spans), 0
-    for number in order:
+    order = sorted(range(len(spans)), key=[span[5] for span in spans].__getitem__)  # index
+    lengths = [span[1] for span in spans]
+    rows = list(accumulate(map(lengths.__getitem__, order), initial=0))
+    size, begins = rows.pop(), [0] * len(spans)
+    for number, row in zip(order, rows, strict=True):
         begins[number] = row
-        row += spans[number].length
     places, first = {}, 0
     for owner, _, known in shards:
         last = first + len(known)
-        places[owner] = join_runs(begins[first:last], [span.length for span in known])
+        places[owner] = join_runs(begins[first:last], lengths[first:last])
         first = last
-    joined = _joined((spans[number] for number in order), (begins[number] for number in order))
-    return Arrangement(joined, places, row, by_document=True)
+    joined = _joined(map(spans.__getitem__, order), rows)
+    return Arrangement(joined, places, size, by_document=True)
 
 
 def _saves_more(shards: Iterable[Sequence[Span]], queries: dict[int, int], cost: int) -> bool:
@@ -143,42 +145,35 @@ def _saved(blocks: dict[int, int], rows: dict[int, int], queries: dict[int, int]
 def _joined(spans: Iterable[Span], begins: Iterable[int]) -> tuple[Span, ...]:
     """The same tokens, from these rows on, as fewer spans where one goes on with another."""
     found: list[Span] = []
-    first = total = step = after = beyond = row = 0  # of the span that grows
-    of = next_position = -1
-    at = 0
+    add, new = found.append, tuple.__new__  # the quick way: packs are long
+    first = total = step = after = beyond = row = at = 0  # of the span that grows
+    of = -1
     for span, begin in zip(spans, begins, strict=True):
         _, length, position, stride, document, index = span
-        if (
-            document == of
-            and begin == after
-            and index == beyond
-            and position == next_position
-            and stride == step
-        ):
+        if index == beyond and begin == after and document == of and stride == step:
             total += length
         else:
             if total:
-                found.append(tuple.__new__(Span, (row, total, at, step, of, first)))
+                add(new(Span, (row, total, at, step, of, first)))
             row, total, at, step, of, first = begin, length, position, stride, document, index
-        after = begin + length
-        beyond, next_position = index + stride * length, position + stride * length
+        after, beyond = begin + length, index + stride * length
     if total:
-        found.append(tuple.__new__(Span, (row, total, at, step, of, first)))
+        add(new(Span, (row, total, at, step, of, first)))
     return tuple(found)
 
 
 def join_runs(starts: Iterable[int], lengths: Iterable[int]) -> Rows:
     """Runs of rows, in their order, as ranges: fewer where one goes on with another."""
     found: list[range] = []
-    first = end = -1
+    add, first, end = found.append, -1, -1
     for start, length in zip(starts, lengths, strict=True):
         if start != end:
             if end > first:
-                found.append(range(first, end))
+                add(range(first, end))
             first = start
         end = start + length
     if end > first:
-        found.append(range(first, end))
+        add(range(first, end))
     return tuple(found)
 
 
