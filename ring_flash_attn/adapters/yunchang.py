@@ -24,7 +24,7 @@ from ..api.sharding import shard
 from ..comm import Group, rank_and_size
 from ..comm.nodes import NodeGroups, make_node_groups
 from ..engine.checks import check_flag, check_integer, unpack
-from ..plan.layout import SplitLayout, get_layout
+from ..plan.layout import SplitLayout, get_layout, remember_layout
 
 __all__ = [
     "EXTRACT_FUNC_DICT",
@@ -153,7 +153,9 @@ def _layout(ring_impl_type: str, ranks_per_node: int) -> SplitLayout:
             before += len(piece)
         return [piece for piece in found if piece]
 
-    return SplitLayout(f"{base.name} over nodes of {ranks_per_node}", split)
+    found = SplitLayout(f"{base.name} over nodes of {ranks_per_node}", split)
+    remember_layout(found)  # torch.compile finds it by its name
+    return found
 
 
 def _extract(
@@ -227,12 +229,43 @@ class _AttentionModule(nn.Module):
         self.attn_type = attn_type
         self._kernel = _KERNELS[attn_type]
 
+    def _where(self) -> dict[str, Any]:
+        """Layout, route and group."""
+        raise NotImplementedError
+
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, args: tuple[Any, ...], **options: Any
-    ) -> Any:
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        *args: Any,
+    ) -> Tensor:
+        """(batch, seqlen, nheads, headdim) of this rank → out, and out alone, whatever is asked."""
         if args:
             raise TypeError(f"{len(args)} more arguments than the module takes")
-        out = ring_attention(q, k, v, kernel=self._kernel, **options)
+        out = ring_attention(
+            query,
+            key,
+            value,
+            kernel=self._kernel,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+            return_attn_probs=return_attn_probs,
+            **self._where(),
+        )
         return out if isinstance(out, Tensor) else out[0]
 
 
@@ -248,9 +281,9 @@ class _OverMesh(_AttentionModule):
         _, self._ranks_per_node = rank_and_size(self.ulysses_pg)
         self._layout = _layout(ring_impl_type, self._ranks_per_node)
 
-    def _over_mesh(self, q: Tensor, k: Tensor, v: Tensor, args: Any, **options: Any) -> Any:
-        options |= {"layout": self._layout, "route": "mesh", "group": self._group}
-        return self._attend(q, k, v, args, ranks_per_node=self._ranks_per_node, **options)
+    def _where(self) -> dict[str, Any]:
+        nodes = {"group": self._group, "ranks_per_node": self._ranks_per_node}
+        return {"layout": self._layout, "route": "mesh", **nodes}
 
 
 class LongContextAttention(_OverMesh):
@@ -278,37 +311,7 @@ class LongContextAttention(_OverMesh):
         where = (scatter_idx, gather_idx, 2)
         super().__init__(ring_impl_type, *where, use_sync, attn_type, attn_processor)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        *args: Any,
-    ) -> Tensor:
-        """(batch, seqlen, nheads, headdim) of this rank → out, and out alone, whatever is asked."""
-        out: Tensor = self._over_mesh(
-            query,
-            key,
-            value,
-            args,
-            dropout_p=dropout_p,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            deterministic=deterministic,
-            return_attn_probs=return_attn_probs,
-        )
-        return out
+    forward = _AttentionModule._attend
 
 
 class LongContextAttentionQKVPacked(_OverMesh):
@@ -324,36 +327,10 @@ class LongContextAttentionQKVPacked(_OverMesh):
     ) -> None:
         super().__init__(ring_impl_type, scatter_idx, gather_idx, 3, use_sync, attn_type)
 
-    def forward(
-        self,
-        qkv: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        *args: Any,
-    ) -> Tensor:
-        """Of this rank → out, (batch, seqlen, nheads, headdim)."""
+    def forward(self, qkv: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Of this rank → out; arguments after qkv as in `LongContextAttention`."""
         q, k, v = unpack(qkv, "qkv", False)
-        out: Tensor = self._over_mesh(
-            q,
-            k,
-            v,
-            args,
-            dropout_p=dropout_p,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            deterministic=deterministic,
-            return_attn_probs=return_attn_probs,
-        )
-        return out
+        return self._attend(q, k, v, *args, **options)
 
 
 class UlyssesAttention(_AttentionModule):
@@ -375,37 +352,7 @@ class UlyssesAttention(_AttentionModule):
         super().__init__(scatter_idx, gather_idx, 2, use_sync, attn_type)
         self.spg = sequence_process_group
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        *args: Any,
-    ) -> Tensor:
-        """(batch, seqlen, nheads, headdim) of this rank → out, and out alone, whatever is asked."""
-        out: Tensor = self._attend(
-            query,
-            key,
-            value,
-            args,
-            layout="contiguous",
-            route="all_to_all",
-            group=self.spg,
-            dropout_p=dropout_p,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            deterministic=deterministic,
-            return_attn_probs=return_attn_probs,
-        )
-        return out
+    def _where(self) -> dict[str, Any]:
+        return {"layout": "contiguous", "route": "all_to_all", "group": self.spg}
+
+    forward = _AttentionModule._attend

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..kernels.device_cache import DeviceCache, to_device
 from ..plan.rows import Packing
 
-_tables: DeviceCache[Tensor] = DeviceCache()  # 8 bytes a row
+_MOST = 1 << 25  # row numbers in all tables, of 8 bytes; a pack on 8 ranks has 18 for each token
+_tables: DeviceCache[Tensor] = DeviceCache(weigh=Tensor.numel, heaviest=_MOST)
 
 
 def row_numbers(packing: Packing, device: torch.device) -> Tensor:

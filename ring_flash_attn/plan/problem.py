@@ -210,8 +210,7 @@ class Problem:
             documents = [
                 document
                 for document in longest
-                if (len(holders[document]) == self.world_size) is everywhere
-                and is_apart(document)
+                if (len(holders[document]) == self.world_size) is everywhere and is_apart(document)
             ]
             work, counted = 0, list[int]()
             rows: dict[tuple[int, int], int] = {}

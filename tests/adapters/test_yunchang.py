@@ -137,6 +137,22 @@ def test_several_meshes_at_once(ranks: Callable[[int], Ranks]) -> None:
     assert all(ranks(4).run(two_meshes))
 
 
+def compiled(rank: int, world_size: int) -> bool:
+    """In one graph: its layout is found by its name."""
+    set_seq_parallel_pg(1, 2, rank, world_size)
+    q = inputs(2)[0].chunk(2, dim=1)[rank].contiguous().requires_grad_()
+    module = LongContextAttention(ring_impl_type="zigzag")
+    graph = torch.compile(module, backend="eager", fullgraph=True)
+    (expected,), (found,) = (
+        torch.autograd.grad(each(q, q, q, causal=True).sum(), [q]) for each in (module, graph)
+    )
+    return torch.equal(found, expected)
+
+
+def test_under_compile(ranks: Callable[[int], Ranks]) -> None:
+    assert all(ranks(2).run(compiled))
+
+
 def refusals(rank: int, world_size: int) -> list[str]:
     found = []
     q = torch.randn(1, 4, 2, 8)

@@ -6,8 +6,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from ring_flash_attn.cache import Cache
+from ring_flash_attn.engine import packing
+from ring_flash_attn.plan.rows import Packing
 
 
 def test_old_entries_go_by_weight_too() -> None:
@@ -28,6 +31,14 @@ def test_old_entries_go_by_weight_too() -> None:
     for number in range(4):
         cache.add(str(number), 0)
     assert len(cache) == 3, "and by number"
+
+
+def test_row_numbers_weigh_what_they_take() -> None:
+    """They are as many as rows, so that few packs of very long documents are kept."""
+    device, weight = torch.device("cpu"), packing._tables._newest._weight
+    first = Packing((range(3, 7), range(9, 10)))
+    assert packing.row_numbers(first, device).tolist() == [3, 4, 5, 6, 9]
+    assert packing._tables._newest._weight - weight == 5
 
 
 def test_threads_that_want_the_same_wait_for_the_first() -> None:
