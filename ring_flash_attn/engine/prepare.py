@@ -95,9 +95,10 @@ def prepare(
 
 Plans = tuple[BufferPlan, BufferPlan]  # forward, backward
 
-# Layers and backward passes share them. Those of old packs go; long packs have large plans.
+# Layers and backward passes share them. Those of old packs go; long packs have large plans: of 1000
+# documents on 64 ranks in zigzag 600,000 pieces, 40 MB, and some are prepared ahead.
 _plans: Cache[tuple[str, Problem, int], Plans] = Cache(
-    64, weigh=lambda plans: sum(plan.pieces for plan in plans), most=1 << 20
+    64, weigh=lambda plans: sum(plan.pieces for plan in plans), most=1 << 22
 )
 
 

@@ -63,6 +63,16 @@ def test_a_prepared_call_makes_no_plan(
         virtual_ring_attention(q, k, v, world_size=3, **options | {"window_size": (8, 0)})
 
 
+@pytest.mark.slow
+def test_long_packs_are_prepared_some_steps_ahead() -> None:
+    """Their plans are large, but do not drive out those of the step that is under way."""
+    options: dict[str, Any] = {"layout": "zigzag", "route": "ring", "rank": 32, "world_size": 64}
+    for number in range(4):
+        lengths = [300 + 7 * (n + number) % 400 for n in range(1000)]
+        prepare([0, *accumulate(lengths)], causal=True, nheads_k=8, **options)
+    assert len(engine._plans) == 4
+
+
 def test_threads_prepare_each_pack_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: Counter[object] = Counter()
     make_plan = engine.make_plan
