@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,18 +110,56 @@ def test_stored_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     from ring_flash_attn.kernels.cute.traits import Traits
 
     traits = Traits(d=64, dv=64, width=64, block=64)
-    compiled.forward_kernel.cache_clear()
+    compiled._forward_kernel.cache_clear()
     compiled.forward_kernel(traits)
     (stored,) = tmp_path.rglob("*.o")
     made = stored.stat().st_mtime_ns
     monkeypatch.setattr(compiled, "compile_forward", None)  # may not be called
-    compiled.forward_kernel.cache_clear()
+    compiled._forward_kernel.cache_clear()
     launch = compiled.forward_kernel(traits)
     with pytest.raises(TypeError, match="46 parameters"):
         launch(1)
     assert stored.stat().st_mtime_ns == made
     stored.write_bytes(b"nothing")
     assert compiled._load(stored, "rfa_forward") is None
+
+
+def test_a_folder_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user, say, whose HOME is root's: kernels are compiled, and not stored."""
+    from ring_flash_attn.kernels.cute import compiled, stored
+
+    def denied(*arguments: Any, **options: Any) -> None:
+        raise PermissionError("permission denied")
+
+    monkeypatch.setenv("RFA_CUTE_CACHE", "/root/not-ours")
+    monkeypatch.setattr(os, "stat", denied)
+    monkeypatch.setattr(stored.Path, "mkdir", denied)
+    assert compiled.load_or_compile("forward", "traits", lambda: "compiled") == "compiled"
+
+
+def test_one_thread_compiles_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each kernel once: two threads in CuTe DSL end the process."""
+    from ring_flash_attn.kernels.cute import compiled
+
+    monkeypatch.setenv("RFA_CUTE_CACHE", "")
+    compiling = Lock()
+    made: list[Any] = []
+
+    def compile_one(traits: Any) -> str:
+        assert compiling.acquire(blocking=False), "two at a time"
+        made.append(traits)
+        time.sleep(0.02)
+        compiling.release()
+        return f"kernel of {traits}"
+
+    monkeypatch.setattr(compiled, "compile_forward", compile_one)
+    monkeypatch.setattr(compiled, "compile_backward", compile_one)
+    kernels = compiled.forward_kernel, compiled.backward_kernel
+    wanted = [(kernel, f"{n} of this test") for kernel in kernels for n in range(3)] * 2
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        found = list(pool.map(lambda each: each[0](each[1]), wanted))
+    assert found == [f"kernel of {traits}" for _, traits in wanted]
+    assert len(made) == 6
 
 
 @pytest.mark.parametrize("columns", [80, 96, 128, 176, 256])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cute_device
 import pytest
 import torch
 from torch import Tensor
@@ -173,6 +173,8 @@ def test_auto_knows_it_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ((8, 0), (), "4.8.1", "it needs compute capability 9.0, not 8.0"),
         ((10, 0), (), "4.8.1", "it needs compute capability 9.0, not 10.0"),
         ((9, 0), ("cutlass",), None, "nvidia-cutlass-dsl is not installed: `pip install "),
+        ((9, 0), (), None, "nvidia-cutlass-dsl is not installed: `pip install "),
+        ((9, 0), ("cutlass",), "4.8.1", "nvidia-cutlass-dsl is not installed: `pip install "),
         ((9, 0), ("tvm_ffi",), "4.8.1", "apache-tvm-ffi is not installed: `pip install "),
         ((9, 0), (), "4.80.1", "nvidia-cutlass-dsl is 4.80.1, and it needs 4.8: `pip install "),
     ],
@@ -407,9 +409,7 @@ def test_arguments_are_as_many_as_the_kernel_takes(compiler: list[Any]) -> None:
     """Read from the source, which cannot be imported without CuTe DSL."""
     q, k, v = inputs_of(16)
     host.forward(q, k, v, tiles_for(16), state_for(q, False), call_of(device=CPU))
-    source = (Path(host.__file__).parent / "forward.py").read_text()
-    head = source.split("def __call__(")[1].split(") ->")[0]
-    names = re.findall(r"(\w+): (?:Int64|Int32|Float32|Any)", head)
+    names = cute_device.names_of("forward.py")
     ((arguments,),) = [compiler[1]]
     assert len(arguments) == len(names)
     given = dict(zip(names, arguments, strict=True))
@@ -444,6 +444,18 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(stored.VARIABLE, "")
     assert stored.folder() is None
     assert stored.path_of("forward", "traits") is None
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is stored, and no folder `~` appears where the process runs."""
+    monkeypatch.delenv(stored.VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, an unknown user
+    assert stored.folder() is None
+    monkeypatch.setenv(stored.VARIABLE, "~/mine")
+    assert stored.folder() is None
+    monkeypatch.setenv(stored.VARIABLE, "/mine")
+    assert stored.folder() == Path("/mine")
 
 
 def test_a_file_belongs_to_all_that_made_it(
@@ -524,14 +536,38 @@ def test_a_disk_that_is_full_is_no_error(tmp_path: Path) -> None:
     stored.store(tmp_path / "file" / "version" / "forward.o", lambda file: None)
 
 
+def version_folder(number: int) -> str:
+    return f"4.8.{number}-sm_90a-x86_64-{number:016x}"
+
+
 def test_the_newest_versions_are_kept(tmp_path: Path) -> None:
     for number in range(12):
-        path = tmp_path / f"version {number}" / "forward.o"
+        path = tmp_path / version_folder(number) / "forward.o"
         stored.store(path, lambda file: file.write_bytes(b"x"))
         os.utime(path.parent, (number, number))
-    stored.store(tmp_path / "version 12" / "forward.o", lambda file: file.write_bytes(b"x"))
+    stored.store(tmp_path / version_folder(12) / "forward.o", lambda file: file.write_bytes(b"x"))
     kept = {path.name for path in tmp_path.iterdir()}
-    assert kept == {f"version {number}" for number in range(5, 13)}
+    assert kept == {version_folder(number) for number in range(5, 13)}
+
+
+def test_what_is_not_ours_is_never_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A user may name any folder, their home or /tmp."""
+    monkeypatch.setenv(stored.VARIABLE, str(tmp_path))
+    for number in range(12):
+        theirs = tmp_path / f"project {number}"
+        theirs.mkdir()
+        (theirs / "forward.o").write_text("x")
+        os.utime(theirs, (number, number))
+        other = tmp_path / version_folder(number) / "notes.txt"
+        other.parent.mkdir()
+        other.write_text("x")
+        os.utime(other.parent, (number, number))
+    path = stored.path_of("forward", "traits")
+    assert path is not None
+    before = set(tmp_path.rglob("*"))
+    stored.store(path, lambda file: file.write_bytes(b"x"))
+    assert set(tmp_path.rglob("*")) == before | {path, path.parent}
+    assert stored._VERSION.fullmatch(path.parent.name), "and so ours is found again"
 
 
 def test_it_is_imported_without_its_dsl() -> None:

@@ -1,14 +1,17 @@
 """Compiled kernels, in this process and on disk.
 
 A kernel is compiled when a call first needs it, in some ten seconds, and its object file is stored,
-so that other processes load it instead (`stored.py`).
+so that other processes load it instead (`stored.py`). One thread compiles at a time: CuTe DSL ends
+the process if two do.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import cutlass.cute as cute
@@ -21,24 +24,35 @@ from .traits import BackwardTraits, Traits
 
 _FORWARD = 11, 11, 18  # addresses, sizes and strides: see `Forward.__call__`
 _BACKWARD = 14, 13, 21
+_compiling = Lock()
+
+
+def forward_kernel(traits: Traits) -> Callable[..., None]:
+    """What launches the kernel; it takes numbers, in the order of `Forward.__call__`."""
+    with _compiling:
+        return _forward_kernel(traits)
+
+
+def backward_kernel(traits: BackwardTraits) -> Callable[..., None]:
+    """The same, in the order of `Backward.__call__`."""
+    with _compiling:
+        return _backward_kernel(traits)
 
 
 @cache
-def forward_kernel(traits: Traits) -> Callable[..., None]:
-    """What launches the kernel; it takes numbers, in the order of `Forward.__call__`."""
+def _forward_kernel(traits: Traits) -> Callable[..., None]:
     return load_or_compile("forward", traits, lambda: compile_forward(traits))
 
 
 @cache
-def backward_kernel(traits: BackwardTraits) -> Callable[..., None]:
-    """The same, in the order of `Backward.__call__`."""
+def _backward_kernel(traits: BackwardTraits) -> Callable[..., None]:
     return load_or_compile("backward", traits, lambda: compile_backward(traits))
 
 
 def load_or_compile(name: str, traits: object, compiles: Callable[[], Any]) -> Callable[..., None]:
     """The kernel `name` for these traits: from its object file, or compiled now and stored."""
     path, function = stored.path_of(name, traits), f"rfa_{name}"
-    if path is not None and path.exists():
+    if path is not None and os.path.exists(path):  # false, too, where it may not look
         loaded = _load(path, function)
         if loaded is not None:
             return loaded

@@ -71,16 +71,17 @@ def _unavailable(device: torch.device) -> tuple[str, ...]:
 
 
 def _missing() -> Iterator[str]:
-    """What has to be installed."""
-    for package, module in (("nvidia-cutlass-dsl", "cutlass"), ("apache-tvm-ffi", "tvm_ffi")):
-        if importlib.util.find_spec(module) is None:
-            yield f"{package} is not installed: {_INSTALL}"
+    """What has to be installed; a module `cutlass` alone may be another package's."""
     try:
         found = version("nvidia-cutlass-dsl")
-    except PackageNotFoundError:  # what there is does not say
-        return
-    if not found.startswith(f"{_RELEASE}."):
+    except PackageNotFoundError:
+        found = ""
+    if not found or importlib.util.find_spec("cutlass") is None:
+        yield f"nvidia-cutlass-dsl is not installed: {_INSTALL}"
+    elif not found.startswith(f"{_RELEASE}."):
         yield f"nvidia-cutlass-dsl is {found}, and it needs {_RELEASE}: {_INSTALL}"
+    if importlib.util.find_spec("tvm_ffi") is None:
+        yield f"apache-tvm-ffi is not installed: {_INSTALL}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import shutil
+import re
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,15 +29,17 @@ _PACKAGES = (
     "apache-tvm-ffi",
 )
 _SOURCES = Path(__file__).parent
+_VERSION = re.compile(r".+-sm_\w+-\w+-[0-9a-f]{16}")  # what `fingerprint` returns
 
 
 def folder() -> Path | None:
-    """Where all versions are; None if the user wants none."""
+    """Where all versions are; None if the user wants none, or has no home."""
     named = os.environ.get(VARIABLE)
     if named is None:
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return Path(caches, "ring_flash_attn", "cute")
-    return Path(os.path.expanduser(named)) if named else None
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        named = os.path.join(caches, "ring_flash_attn", "cute")
+    found = os.path.expanduser(named)
+    return None if not found or found.startswith("~") else Path(found)
 
 
 def path_of(name: str, traits: object) -> Path | None:
@@ -84,8 +87,12 @@ def store(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _remove_old(newest: Path) -> None:
-    """All versions but the last ones that were written to."""
-    others = [each for each in newest.parent.iterdir() if each.is_dir() and each != newest]
+    """All versions but the last ones that were written to, and nothing else that lies there."""
+    others = [each for each in newest.parent.iterdir() if _VERSION.fullmatch(each.name)]
+    others = [each for each in others if each != newest and each.is_dir()]
     others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
     for each in others[_KEPT - 1 :]:
-        shutil.rmtree(each, ignore_errors=True)
+        for file in each.glob("*.o"):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):  # there is more in it: another process is writing
+            each.rmdir()
