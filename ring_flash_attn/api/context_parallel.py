@@ -17,7 +17,7 @@ from .. import comm
 from ..engine import checks
 from ..engine.entry import check_ranks_per_node, document_values, run_ring
 from ..engine.prepare import Output
-from ..plan.build import check_route
+from ..plan.build import BY_NODES, check_route
 from ..plan.layout import Layout, get_layout
 from .batch_parts import CONSUMED, check_dims, check_sizes, count, take, targets
 from .batches import IGNORE, BatchDocuments, Stream, read_stream
@@ -43,14 +43,15 @@ class ContextParallel:
 
     Args:
         group: the ranks that share a sequence: a process group, or a DeviceMesh of one axis, such
-            as mesh["cp"] (of two axes for the route "mesh"); the default group if None.
+            as mesh["cp"] (of two axes for routes "mesh" and "double_ring"); the default group if
+            None.
         layout: as in `ring_attention`; "auto" is "balanced" for packed documents and "zigzag" for a
             batch of equal sequences.
         route: as in `ring_attention`; "auto" is "ring".
         kernel: as in `ring_attention`.
         divisor: if given, padding is added so that all ranks hold as many tokens, a multiple of it.
         pad_token_id: what that padding has as input_ids.
-        ranks_per_node: as in `ring_attention`, for the route "mesh".
+        ranks_per_node: as in `ring_attention`, for routes "mesh" and "double_ring".
     """
 
     group: Group | None = None
@@ -64,7 +65,7 @@ class ContextParallel:
     def __post_init__(self) -> None:
         route = "ring" if _is_auto(self.route) else self.route
         check_route(route)
-        if route == "mesh":
+        if route in BY_NODES:
             group, nodes = comm.group_and_node(self.group, self.ranks_per_node)
             object.__setattr__(self, "group", group)
             object.__setattr__(self, "ranks_per_node", nodes)

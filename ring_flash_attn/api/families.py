@@ -42,6 +42,7 @@ _SHARDS = {
 
 
 _KINDS = {"all_gather": "All-gather", "all_to_all": "All-to-all (Ulysses)", "mesh": "Mesh (USP)"}
+_KINDS["double_ring"] = "Double ring"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,10 @@ FAMILIES = (
     Family("llama3_flash_attn_varlen", _s.LLAMA3, "flat_contiguous", "all_gather"),
     Family("ulysses_flash_attn", _s.BATCH, "contiguous", "all_to_all"),
     Family("ulysses_flash_attn_varlen", _s.DOCUMENTS, "flat_contiguous", "all_to_all"),
-    Family("usp_flash_attn", _s.MESH_BATCH, "zigzag", "mesh"),
-    Family("usp_flash_attn_varlen", _s.MESH_DOCUMENTS, "zigzag", "mesh"),
+    Family("usp_flash_attn", _s.NODES_BATCH, "zigzag", "mesh"),
+    Family("usp_flash_attn_varlen", _s.NODES_DOCUMENTS, "zigzag", "mesh"),
+    Family("double_ring_flash_attn", _s.NODES_BATCH, "zigzag", "double_ring"),
+    Family("double_ring_flash_attn_varlen", _s.NODES_DOCUMENTS, "zigzag", "double_ring"),
     Family("flash_attn", _s.SINGLE),
     Family("flash_attn_varlen", _s.SINGLE_DOCUMENTS, forms=("func",)),
     Family("flash_attn_varlen", _s.SINGLE_DOCUMENTS_KV, forms=("kvpacked_func",)),

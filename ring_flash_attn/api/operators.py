@@ -40,6 +40,7 @@ from ..engine.prepare import (
     prepare_on_group,
     with_shared_seed,
 )
+from ..plan.build import BY_NODES
 from ..plan.layout import get_layout
 
 _OPTIONS = (
@@ -411,7 +412,7 @@ def _on_group(options: dict[str, Any], *offsets: str) -> dict[str, Any]:
     """The group and the layout by name; offsets in tensors apart from those in lists."""
     layout, group = options["layout"], options.get("group")
     found: dict[str, Any] = {"layout": layout if isinstance(layout, str) else layout.name}
-    if options["route"] == "mesh":
+    if options["route"] in BY_NODES:
         nodes = options.get("ranks_per_node")
         group, found["ranks_per_node"] = comm.group_and_node(group, nodes)
     found["group"] = comm.resolve_group(group).group_name

@@ -9,7 +9,7 @@ from ..engine import checks
 from ..engine.checks import CuSeqlens, document_lengths
 from ..engine.entry import make_problem
 from ..engine.prepare import Options, planned
-from ..plan.build import check_route
+from ..plan.build import BY_NODES, check_route
 from ..plan.layout import Layout
 from .sharding import which_rank
 
@@ -49,7 +49,7 @@ def prepare(
         group: process group; the default one if None.
     """
     check_route(route)
-    if route == "mesh" and rank is None and world_size is None:
+    if route in BY_NODES and rank is None and world_size is None:
         rank, world_size, ranks_per_node = comm.rank_and_node(group, ranks_per_node)
     else:
         rank, world_size = which_rank(rank, world_size, group)

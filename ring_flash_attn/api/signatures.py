@@ -77,13 +77,14 @@ _STRIDE = ("heads_k_stride: int", "KV heads that are gathered together; divides 
 
 _NODE = (
     "ranks_per_node: int | None = None",
-    'for route "mesh", ranks that exchange heads, next to each other in the group; by default\n'
-    "    the inner axis of a DeviceMesh of two axes, or all.",
+    'for routes "mesh" and "double_ring", ranks of a node, next to each other in the group: those\n'
+    "    that exchange heads, or to whom keys go once together. By default the inner axis of a\n"
+    "    DeviceMesh of two axes, or all.",
 )
-_MESH = _RING.replace("*", "* ranks_per_node")
+_NODES = _RING.replace("*", "* ranks_per_node")
 
 BATCH = Signature("batch", entry.run_ring, _RING)
-MESH_BATCH = Signature("batch", entry.run_ring, _MESH, (_NODE,))
+NODES_BATCH = Signature("batch", entry.run_ring, _NODES, (_NODE,))
 LOCAL_DOCUMENTS = Signature(
     "local_documents",
     entry.run_ring,
@@ -106,9 +107,9 @@ DOCUMENTS = Signature(
     ),
     _ANY_LENGTH,
 )
-MESH_DOCUMENTS = replace(
+NODES_DOCUMENTS = replace(
     DOCUMENTS,
-    order=f"cu_seqlens max_seqlen {_MESH}",
+    order=f"cu_seqlens max_seqlen {_NODES}",
     own=(*DOCUMENTS.own, _NODE),
 )
 GATHERED_DOCUMENTS = Signature(
@@ -170,7 +171,11 @@ ANYTHING = Signature(
             '    "flat_contiguous", "flat_zigzag", "flat_stripe" (the whole packed stream), or\n'
             '    "balanced" (documents by their lengths), which means `Balanced()`.',
         ),
-        ("route: str", 'what travels: "ring", "all_gather", "all_to_all", "mesh" or "query_ring".'),
+        (
+            "route: str",
+            'what travels: "ring", "all_gather", "all_to_all", "mesh", "double_ring" or\n'
+            '    "query_ring".',
+        ),
         (
             "cu_seqlens: CuSeqlens | None = None",
             "(documents + 1,) of the whole stream, over all ranks; a tensor or a sequence.",
@@ -189,11 +194,11 @@ ANYTHING = Signature(
         _NODE,
         (
             "sources_per_launch: int | None = None",
-            'for route "ring", ranks (for "mesh", nodes) whose keys one launch takes at most:\n'
-            "    fewer and larger launches, and as many more buffers. Unless it is 1, keys come\n"
-            "    straight from their owners. By default as many as bring up to 4 shards, or 2\n"
-            "    with more than 8192 tokens a rank; more on many ranks, so that there are at most\n"
-            "    8 launches; 1 where a rank would talk to more than 64 others.",
+            'for route "ring", ranks (for "mesh" and "double_ring", nodes) whose keys one launch\n'
+            "    takes at most: fewer and larger launches, and as many more buffers. Unless it is\n"
+            "    1, the ring gets keys straight from their owners. By default as many as bring up\n"
+            "    to 4 shards, or 2 with more than 8192 tokens a rank; more on many ranks, so that\n"
+            "    there are at most 8 launches; 1 where a rank would talk to more than 64 others.",
         ),
     ),
     "A batch of sequences of one length, or with cu_seqlens packed documents; any length, and\n"

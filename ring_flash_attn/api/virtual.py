@@ -45,9 +45,9 @@ def virtual_ring_attention(
         cu_seqlens: (documents + 1,) of the packed stream.
         cu_seqlens_k: the same for the keys, where it differs.
         heads_k_stride: KV heads that travel together, for routes "all_gather" and "all_to_all".
-        sources_per_launch: ranks (for route "mesh", nodes) whose keys one launch takes at most; by
-            default as many as in `ring_attention`.
-        ranks_per_node: ranks that exchange heads, for route "mesh"; by default all.
+        sources_per_launch: ranks whose keys one launch takes at most, for route "ring" (nodes for
+            "mesh" and "double_ring"); by default as many as in `ring_attention`.
+        ranks_per_node: for routes "mesh" and "double_ring"; by default all.
         return_attn_probs: return (out, lse, None).
         options: the other arguments of `ring_attention`, except `group`.
     """

@@ -13,7 +13,7 @@ from ..bench.documents import pack_of
 from ..bench.results import check_output
 from ..bench.workload import Workload
 from ..draw.schedule import Schedule
-from ..plan.build import BY_HEADS
+from ..plan.build import BY_HEADS, BY_NODES, BY_SOURCES
 from ..plan.layout import get_layout, layout_names
 from ..plan.problem import Problem
 from . import options as o
@@ -67,12 +67,12 @@ def draw(
         for path in (svg, json_file):
             check_output(path)
         sources = sources_per_launch or 1
-        if ranks_per_node is not None and (route != "mesh" or world_size % ranks_per_node):
+        if ranks_per_node is not None and (route not in BY_NODES or world_size % ranks_per_node):
             raise ValueError(
-                f"--ranks-per-node {ranks_per_node}: goes with route 'mesh', and divides "
-                f"--world-size {world_size}"
+                f"--ranks-per-node {ranks_per_node}: goes with {' and '.join(BY_NODES)}, and "
+                f"divides --world-size {world_size}"
             )
-        if sources > 1 and route not in ("ring", "mesh"):
+        if sources > 1 and route not in BY_SOURCES:
             raise ValueError(f"--sources-per-launch {sources}: not with route {route!r}")
         if heads_k_stride is not None and route not in BY_HEADS:
             raise ValueError(f"--heads-k-stride {heads_k_stride}: not with route {route!r}")

@@ -153,10 +153,13 @@ HeadsKStride = Annotated[
     typer.Option(min=1, help="KV heads that travel together (all_gather, all_to_all); all."),
 ]
 SourcesPerLaunch = Annotated[
-    int | None, typer.Option(min=1, help="Ranks, or nodes, whose keys a launch takes (ring, mesh).")
+    int | None,
+    typer.Option(
+        min=1, help="Ranks, or nodes, whose keys a launch takes: ring, mesh, double_ring."
+    ),
 ]
 RanksPerNode = Annotated[
-    int | None, typer.Option(min=1, help="Ranks that exchange heads (mesh); all.")
+    int | None, typer.Option(min=1, help="Ranks of a node (mesh, double_ring); all.")
 ]
 LinkName = Annotated[
     str | None,

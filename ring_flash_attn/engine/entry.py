@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import comm
 from ..cache import Cache
 from ..kernels.base import registrations
-from ..plan.build import BY_HEADS, check_route
+from ..plan.build import BY_HEADS, BY_NODES, BY_SOURCES, check_route
 from ..plan.layout import Layout, get_layout
 from ..plan.llama3 import Llama3Problem
 from ..plan.problem import Problem
@@ -59,7 +59,7 @@ def ring_call(
         if packed and (seqlen is not None or seqlen_k is not None):
             raise ValueError("seqlen and seqlen_k go with a batch, not with cu_seqlens")
     check_route(route)
-    if route == "mesh":
+    if route in BY_NODES:
         group, ranks_per_node = comm.group_and_node(group, ranks_per_node)
     group = comm.resolve_group(group)
     rank, world_size = comm.rank_and_size(group)
@@ -311,8 +311,9 @@ def check_ranks_per_node(ranks_per_node: object, route: str, world_size: int) ->
     if ranks_per_node is None:
         return None
     checked = checks.check_integer("ranks_per_node", ranks_per_node, 1)
-    if route != "mesh":
-        raise ValueError(f"ranks_per_node = {checked}: only route 'mesh' has nodes")
+    if route not in BY_NODES:
+        have = " and ".join(map(repr, BY_NODES))
+        raise ValueError(f"ranks_per_node = {checked}: only routes {have} have nodes")
     if world_size % checked:
         raise ValueError(
             f"ranks_per_node = {checked} must divide the number of ranks, {world_size}"
@@ -341,10 +342,11 @@ def make_problem(
         raise ValueError(
             f"heads_k_stride = {heads_k_stride}: route {route!r} takes all heads at once"
         )
-    if sources_per_launch is not None and route not in ("ring", "mesh"):
+    if sources_per_launch is not None and route not in BY_SOURCES:
+        group = ", ".join(map(repr, BY_SOURCES))
         raise ValueError(
-            f"sources_per_launch = {sources_per_launch!r}: only routes 'ring' and 'mesh' group "
-            f"sources, not {route!r}"
+            f"sources_per_launch = {sources_per_launch!r}: only routes {group} group sources, "
+            f"not {route!r}"
         )
     return Problem(
         get_layout(layout),

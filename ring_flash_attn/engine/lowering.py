@@ -285,10 +285,10 @@ class _Lowering:
             return
         buffers = self._buffer(move.slot)
         if move.packing is None:
-            (of_shard,), (of_slot,) = move.of_shard or (range(0),), move.of_slot or (range(0),)
-            ours, there = self._at_home(*home, of_shard), self._seen(buffers, of_slot)
+            (of_home,), (of_slot,) = move.of_home or (range(0),), move.of_slot or (range(0),)
+            ours, there = self._held(move, of_home), self._seen(buffers, of_slot)
         else:
-            ours, there = self._at_home(*home), self._seen(buffers)
+            ours, there = self._held(move), self._seen(buffers)
         if transfer.payload is Payload.RESULT:
             self._actions.append(Combine(ours, there, at=move.home, taken=move.packing))
         elif transfer.payload is Payload.FINAL:
@@ -379,15 +379,15 @@ class _Lowering:
             else:
                 at = move.packing or Packing(move.of_shard)
                 self._actions.append(Copy(self._at_home(*home), theirs, at=at))
-        elif transfer.owner == self._rank:
+        elif transfer.owner == self._rank or transfer.fills_relay:
             if move.packing is not None:
-                ours, theirs = self._at_home(*home), self._seen(buffers)
+                ours, theirs = self._held(move), self._seen(buffers)
                 self._actions.append(Combine(ours, theirs, at=move.packing))
             else:
                 first = 0
-                for rows in move.of_shard:
+                for rows in move.of_shard if transfer.owner == self._rank else move.of_slot:
                     there = range(first, first := first + len(rows))
-                    ours, theirs = self._at_home(*home, rows), self._seen(buffers, there)
+                    ours, theirs = self._held(move, rows), self._seen(buffers, there)
                     self._actions.append(Combine(ours, theirs))
         else:
             assert not transfer.cut, "sums on their way are whole"
@@ -397,6 +397,13 @@ class _Lowering:
             ours = self._seen(self._slots[move.slot])
             self._actions.append(Combine(ours, self._seen(buffers)))
         self._give_back(buffers)
+
+    def _held(self, move: Move, rows: range | None = None) -> Places:
+        """Our own shard, or what we relay of another, or some rows of it, as kernels see it."""
+        transfer = move.transfer
+        if transfer.owner == self._rank:
+            return self._at_home(transfer.payload, transfer.side, transfer.heads, rows)
+        return self._seen(self._buffer(move.relay or move.slot), rows)
 
     def _at_home(
         self, payload: Payload, side: Side, heads: Heads, rows: range | None = None

@@ -10,20 +10,26 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 from .problem import Problem
-from .rows import Arrangement, Packing, Rows
+from .rows import Arrangement, Packing, Rows, rows_within
 from .steps import Heads, Payload, Plan, Side, Transfer, Work, users_of
 from .tiles import Tile
+
+Ranks = tuple[int, ...]
 
 FEW_PARTS = 8  # of rows that lie apart: so many additions cost less than row numbers
 
 
 class Slot(NamedTuple):
-    """Where shards lie: the buffer of `owners`, for some heads of one side."""
+    """Where shards lie: the buffer of `owners`, for some heads of one side.
+
+    A relay holds what those that it is `relayed_for` need of one shard.
+    """
 
     payload: Payload
     side: Side
     owners: tuple[int, ...]
     heads: Heads
+    relayed_for: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class Move:
 
     Where rows of a message do not lie together, one gather packs those of all such messages that
     leave a buffer in a step, and one scatter unpacks them.
+
+    A copy in place is between a buffer of a launch and our own shard, or what we `relay`.
     """
 
     transfer: Transfer
@@ -40,11 +48,18 @@ class Move:
     of_slot: Rows  # the same rows, as they lie in the buffer (not used at home)
     packing: Packing | None = None  # rows here of all messages that are packed together
     place: range = range(0)  # those of this message, in what is packed
-    home: Packing | None = None  # rows of our own shard, where it is copied in place
+    home: Packing | None = None  # rows of our own shard, or the relay's, copied in place
+    relay: Slot | None = None  # what we relay, where it is copied in place
+    of_relay: Rows = ()
 
     @property
     def rows(self) -> int:
         return sum(map(len, self.of_shard))
+
+    @property
+    def of_home(self) -> Rows:
+        """The other rows of a copy in place."""
+        return self.of_shard if self.relay is None else self.of_relay
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +76,8 @@ class BufferPlan:
 
     Attributes:
         sizes: number of rows of our own shards, and of others that travel whole.
-        arrangements: where rows lie in buffers of shards that are cut, by side, owners and heads.
+        arrangements: where rows lie in buffers of shards that are cut, by side, owners, heads, and
+            for whom they are relayed.
         moves: those of each step.
         last_use: after which step each buffer is free again.
         own: of our own shards, the rows that we send as they lie, from first to last, and the last
@@ -90,14 +106,14 @@ class BufferPlan:
             for owner in work.owners(side)
             for payload in Payload
         }
-        self.arrangements: dict[tuple[Side, tuple[int, ...], Heads], Arrangement] = {}
+        self.arrangements: dict[tuple[Side, Ranks, Heads, Ranks], Arrangement] = {}
         for work in launches:
             if work.cut and work.keys != (plan.rank,):
                 found = problem.arrangement(work.keys, users_of(work.queries))
-                self.arrangements[Side.KEY, work.keys, work.heads] = found
+                self.arrangements[Side.KEY, work.keys, work.heads, ()] = found
             if work.cut and work.queries != (plan.rank,):
                 found = problem.query_arrangement(work.queries)
-                self.arrangements[Side.QUERY, work.queries, work.heads] = found
+                self.arrangements[Side.QUERY, work.queries, work.heads, ()] = found
         self.moves = self._find_moves(problem)
         self.final = {side: self._find_final(side) for side in Side}
         self._delivered = {
@@ -136,13 +152,29 @@ class BufferPlan:
                 assert side is Side.KEY, f"no launch takes {transfer}"
                 arrangement = problem.arrangement((owner,), transfer.users)
                 # no launch takes it, but it comes
-                self.arrangements[side, slot.owners, slot.heads] = arrangement
+                self.arrangements[slot[1:]] = arrangement
             if arrangement is None or transfer.user != self.plan.rank:  # at home
                 return Move(transfer, slot, of_shard, of_shard)
             return Move(transfer, slot, of_shard, arrangement.places[owner])
 
+        def relayed(transfer: Transfer) -> Move:
+            owner, users = transfer.owner, users_of(transfer.relayed_for)
+            what = transfer.payload, transfer.side, (owner,), transfer.heads
+            slot = Slot(*what, transfer.relayed_for)
+            self.arrangements[slot[1:]] = problem.arrangement((owner,), users)
+            of_shard = problem.sent(owner, transfer.users)
+            of_relay = rows_within(of_shard, problem.sent(owner, users))
+            if transfer.source == transfer.target:
+                return replace(move(transfer), relay=slot, of_relay=of_relay)
+            return Move(transfer, slot, of_shard, of_relay)
+
+        def either(transfer: Transfer) -> Move:
+            end = transfer.source if transfer.leaves_relay else transfer.target
+            relays = transfer.relayed_for and end == self.plan.rank
+            return relayed(transfer) if relays else move(transfer)
+
         return [
-            _packed([move(transfer) for transfer in step.transfers], self.plan.rank)
+            _packed([either(transfer) for transfer in step.transfers], self.plan.rank)
             for step in self.plan.steps
         ]
 
@@ -243,6 +275,8 @@ class BufferPlan:
                     last[move.slot] = number
                     if move.transfer.payload is Payload.FINAL:  # what was rounded for it
                         last[move.slot._replace(payload=Payload.RESULT)] = number
+                    if move.relay is not None:
+                        last[move.relay] = number
         slots = defaultdict(list)
         for slot, number in last.items():
             slots[number].append(slot)
@@ -256,8 +290,8 @@ def _packed(moves: list[Move], rank: int) -> list[Move]:
     for number, move in enumerate(moves):
         transfer = move.transfer
         if transfer.source == transfer.target:
-            if len(move.of_shard) > 1 or len(move.of_slot) > 1:
-                packing, home = Packing(move.of_slot), Packing(move.of_shard)
+            if len(move.of_home) > 1 or len(move.of_slot) > 1:
+                packing, home = Packing(move.of_slot), Packing(move.of_home)
                 found[number] = replace(move, packing=packing, home=home)
             continue
         rows, at_home = _local(move, rank)

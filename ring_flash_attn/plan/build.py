@@ -13,6 +13,8 @@ from .tiles import Tile, make_tiles
 Route = Callable[[Problem, int, bool], list[Step]]
 
 BY_HEADS = ("all_gather", "all_to_all")  # routes that go by groups of KV heads (heads_k_stride)
+BY_NODES = ("double_ring", "mesh")  # routes that know nodes (ranks_per_node)
+BY_SOURCES = ("double_ring", "mesh", "ring")  # whose launches take several (sources_per_launch)
 
 _ROUTES: dict[str, Route] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from operator import and_, or_
@@ -50,7 +50,7 @@ class Problem:
     nheads_k: int = 1
     heads_k_stride: int = 1  # KV heads that travel together where a route goes by head groups
     sources_per_launch: int | None = 1  # whose keys a launch of the ring takes; None: by size
-    ranks_per_node: int | None = None  # of the mesh: so many exchange heads; None: all
+    ranks_per_node: int | None = None  # of the mesh and the double ring; None: one node
 
     _memo: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -156,6 +156,11 @@ class Problem:
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Whether the mask leaves anything of these queries against these keys."""
         return bool(self._needs()[query_rank] >> key_rank & 1)
+
+    def sources(self, query_ranks: Iterable[int]) -> int:
+        """The ranks whose keys some queries see: a bit for each."""
+        needs = self._needs()
+        return functools.reduce(or_, (needs[rank] for rank in query_ranks), 0)
 
     @_once
     def _needs(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -175,6 +176,19 @@ def join_runs(starts: Iterable[int], lengths: Iterable[int]) -> Rows:
     if end > first:
         add(range(first, end))
     return tuple(found)
+
+
+def rows_within(rows: Rows, held: Rows) -> Rows:
+    """Where some rows of a shard lie in a buffer that holds these of it, one after the other."""
+    starts = [run.start for run in held]
+    firsts = [0, *accumulate(map(len, held))]
+    found = []
+    for run in rows:
+        number = bisect_right(starts, run.start) - 1
+        first = firsts[number] + run.start - starts[number]
+        assert first + len(run) <= firsts[number + 1], f"{run} is not in {held[number]}"
+        found.append(range(first, first + len(run)))
+    return join(found)
 
 
 def join(parts: Iterable[range]) -> Rows:

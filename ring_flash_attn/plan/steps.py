@@ -44,6 +44,10 @@ class Transfer:
     pair of ranks. With `cut`, of the keys only the rows of `Problem.sent` go, of the queries those
     of `Problem.asking`, as the launch wants that they are for (`Work.cut`). `queries` are those of
     the launch, where they are not the user's own.
+
+    Between nodes a rank may relay: it gets, once, the rows that any of the ranks `relayed_for`
+    needs, sends each of them what it needs itself, adds up what they return, and sends that home.
+    On both ways, such a shard lies at the relay in a buffer of its own.
     """
 
     payload: Payload
@@ -54,6 +58,7 @@ class Transfer:
     target: int
     cut: bool = False
     queries: tuple[int, ...] = ()  # owners
+    relayed_for: tuple[int, ...] = ()
 
     @classmethod
     def of_keys(cls, payload: Payload, owner: int, user: int, heads: Heads) -> Transfer:
@@ -68,8 +73,22 @@ class Transfer:
 
     @property
     def users(self) -> Users:
-        """Whose queries the launch has: those of a rank, or of several."""
+        """Whose queries need the rows: those of a rank, or of several."""
+        if self.relayed_for and self.owner in (self.source, self.target):  # to or from the relay
+            return users_of(self.relayed_for)
         return users_of(self.queries or (self.user,))
+
+    @property
+    def leaves_relay(self) -> bool:
+        """Whether the source has the shard because it relays it."""
+        if self.payload is Payload.INPUT:
+            return bool(self.relayed_for) and self.owner != self.source
+        return bool(self.relayed_for) and self.owner == self.target
+
+    @property
+    def fills_relay(self) -> bool:
+        """Whether the target gets the shard, or adds to it, because it relays it."""
+        return bool(self.relayed_for) and not self.leaves_relay
 
 
 @dataclass(frozen=True, slots=True)

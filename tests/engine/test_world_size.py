@@ -18,7 +18,7 @@ from samples import Results, Sample, check, expected_of, make_sample, results_of
 from torch import Tensor
 
 from ring_flash_attn import Balanced, Mask, virtual_ring_attention
-from ring_flash_attn.plan.build import BY_HEADS, route_names
+from ring_flash_attn.plan.build import BY_HEADS, BY_NODES, route_names
 from ring_flash_attn.plan.layout import FLAT_PREFIX, layout_names
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
@@ -68,8 +68,8 @@ def run(sample: Sample, layout: str | Balanced, route: str, world_size: int) -> 
     sink = options.pop("sink", None)
     if route in BY_HEADS:
         options["heads_k_stride"] = 1
-    if route == "mesh" and world_size % 2 == 0:
-        options["ranks_per_node"] = 2
+    if route in BY_NODES and world_size % 2 == 0:
+        options["ranks_per_node"] = 4 if world_size == 8 and route == "double_ring" else 2
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         torch.manual_seed(SEED)

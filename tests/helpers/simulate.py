@@ -18,7 +18,7 @@ from ring_flash_attn.plan.steps import Heads, Payload, Plan, Side, Transfer, Wor
 from ring_flash_attn.plan.tiles import Mask, Tile
 
 Contribution = tuple[int, int, int]
-Parcel = tuple[Side, int, Heads]  # of whom, and which heads
+Parcel = tuple[Side, int, Heads, tuple[int, ...]]  # of whom, which heads; for whom it is relayed
 
 
 def plans_of(route: str, problem: Problem, backward: bool) -> list[Plan]:
@@ -124,11 +124,11 @@ class Simulation:
             if transfer.payload is not Payload.INPUT:
                 content = self._take(transfer)
             elif transfer.owner != rank:
-                assert parcel_of(transfer) in self.there[rank], f"{transfer}: not there"
+                assert left(transfer) in self.there[rank], f"{transfer}: not there"
             yield transfer, content
 
     def _take(self, transfer: Transfer) -> Counter[Contribution]:
-        parcel, rank = parcel_of(transfer), transfer.source
+        parcel, rank = left(transfer), transfer.source
         assert (rank, parcel) not in self.sent, f"{transfer}: sent twice"
         self.sent.add((rank, parcel))
         if transfer.payload is Payload.FINAL:
@@ -141,7 +141,7 @@ class Simulation:
         return content
 
     def _arrive(self, transfer: Transfer, content: Counter[Contribution]) -> None:
-        parcel = parcel_of(transfer)
+        parcel = filled(transfer)
         if transfer.payload is Payload.INPUT:
             self.there[transfer.target].add(parcel)
         elif transfer.owner == transfer.target:
@@ -157,7 +157,7 @@ class Simulation:
         for side in Side:
             owners = work.owners(side)
             if owners != (rank,):  # otherwise our own shard is read in place
-                missing = {(side, o, work.heads) for o in owners} - self.there[rank]
+                missing = {(side, o, work.heads, ()) for o in owners} - self.there[rank]
                 assert not missing, f"rank {rank} launches without {missing}"
             cut = work.cut and owners != (rank,)
             rows[side] = buffer_rows(self.problem, side, owners, work.queries if cut else None)
@@ -187,7 +187,7 @@ class Simulation:
         if work.owners(side) == (rank,):
             self.home[rank, side].update(new)
             return
-        parcel = (side, owner, work.heads)
+        parcel = (side, owner, work.heads, ())
         assert (rank, parcel) not in self.sent, "computed after its sum was sent"
         self.sums[rank].setdefault(parcel, Counter()).update(new)
 
@@ -276,14 +276,25 @@ def _parts(spans: Iterable[Span], wanted: Callable[[int, int], bool]) -> list[li
 def needed_rows(problem: Problem, transfer: Transfer) -> list[Row]:
     """What a transfer that is cut takes of a shard, row by row."""
     owner, users = transfer.owner, transfer.queries or (transfer.user,)
+    if transfer.relayed_for and owner in (transfer.source, transfer.target):
+        users = transfer.relayed_for
     query = transfer.side is Side.QUERY
     parts = sighted(problem, owner) if query else needed(problem, owner, users)
     return [(owner, token) for part in parts for _, _, token in part]
 
 
-def parcel_of(transfer: Transfer) -> Parcel:
-    """Whose shard, which side, which heads."""
-    return transfer.side, transfer.owner, transfer.heads
+def left(transfer: Transfer) -> Parcel:
+    """What the source has of it: what it relays lies apart from what it works on."""
+    hop_home = transfer.payload is not Payload.INPUT and transfer.owner == transfer.target
+    spread = transfer.payload is Payload.INPUT and transfer.owner != transfer.source
+    relayed_for = transfer.relayed_for if hop_home or spread else ()
+    return transfer.side, transfer.owner, transfer.heads, relayed_for
+
+
+def filled(transfer: Transfer) -> Parcel:
+    """What the target has of it, likewise."""
+    relayed_for = () if left(transfer)[-1] else transfer.relayed_for
+    return transfer.side, transfer.owner, transfer.heads, relayed_for
 
 
 def between(plan: Plan, number: int, source: int, target: int) -> list[Transfer]:
@@ -307,19 +318,19 @@ def useless_inputs(plans: list[Plan]) -> list[Transfer]:
         for number, step in enumerate(plan.steps):
             later = plan.steps[number + 1 :]
             used = {
-                (side, owner, work.heads)
+                (side, owner, work.heads, ())
                 for after in later
                 for work in after.work
                 for side in Side
                 for owner in work.owners(side)
             }
             used |= {
-                parcel_of(t)
+                left(t)
                 for after in later
                 for t in after.transfers
                 if t.payload is Payload.INPUT and t.source == plan.rank
             }
             for t in step.transfers:
                 if t.payload is Payload.INPUT and t.target == plan.rank:
-                    found += [t] if parcel_of(t) not in used else []
+                    found += [t] if filled(t) not in used else []
     return found

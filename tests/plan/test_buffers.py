@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulate import buffer_rows, causal, needed_rows, plans_of, tokens_of
+from simulate import buffer_rows, causal, needed, needed_rows, plans_of, tokens_of
 from strategies import order_of_buffers, problems
 
 from ring_flash_attn.plan import build as planning
@@ -41,12 +41,13 @@ def test_messages_lead_to_the_rows_that_launches_read(
                 t = move.transfer
                 parts.setdefault((number, t), []).append(move.of_shard)
                 shard = tokens_of(t.owner, problem.spans(t.side, t.owner))
-                sent, needed = [shard[n] for rows in move.of_shard for n in rows], shard
-                if t.cut:
-                    needed = needed_rows(problem, t)
-                assert sent == needed
+                sent = [shard[n] for rows in move.of_shard for n in rows]
+                assert sent == (needed_rows(problem, t) if t.cut else shard)
                 check_packing(move, buffer_plan.plan.rank)
-                if not t.cut or t.user == buffer_plan.plan.rank:
+                if t.relayed_for:
+                    check_relay(problem, move, buffer_plan)
+                launched = not t.relayed_for or move.relay or not relays(t, buffer_plan.plan.rank)
+                if launched and (not t.cut or t.user == buffer_plan.plan.rank):
                     users = (t.queries or (t.user,)) if t.cut else None
                     there = buffer_rows(problem, t.side, move.slot.owners, users)
                     assert buffer_plan.rows(move.slot) == len(there)
@@ -56,13 +57,37 @@ def test_messages_lead_to_the_rows_that_launches_read(
         assert ends[0] == ends[-1]
 
 
+def relays(t: Transfer, rank: int) -> bool:
+    """Whether a rank has a shard of another node for its own."""
+    hop = t.owner in (t.source, t.target)
+    return rank != t.owner if hop else rank % len(t.relayed_for) == t.owner % len(t.relayed_for)
+
+
+def check_relay(problem: Problem, move: Move, buffer_plan: BufferPlan) -> None:
+    """What is relayed holds what any rank of the node needs, in the order of the shard."""
+    t, rank = move.transfer, buffer_plan.plan.rank
+    if not relays(t, rank):
+        assert move.relay is None
+        assert move.slot.relayed_for == ()
+        return
+    assert rank in t.relayed_for
+    slot, rows = (move.relay, move.of_relay) if move.relay else (move.slot, move.of_slot)
+    assert (move.relay is not None) is (t.source == t.target)
+    assert (slot.owners, slot.relayed_for) == ((t.owner,), t.relayed_for)
+    there = [place for part in needed(problem, t.owner, t.relayed_for) for place in part]
+    assert buffer_plan.rows(slot) == len(there)
+    tokens = [token for _, token in needed_rows(problem, t)]
+    assert [there[n][2] for run in rows for n in run] == tokens
+
+
 def check_packing(move: Move, rank: int) -> None:
     """Rows of a message that lie apart on this rank have their place in what is packed."""
     t, packing = move.transfer, move.packing
     if t.source == t.target:
         assert (packing is None) is (move.home is None)
-        assert packing is not None or max(len(move.of_shard), len(move.of_slot)) <= 1
-        assert packing is None or (packing.rows, move.home.rows) == (move.of_slot, move.of_shard)
+        ours = move.of_relay if move.relay else move.of_shard
+        assert packing is not None or max(len(ours), len(move.of_slot)) <= 1
+        assert packing is None or (packing.rows, move.home.rows) == (move.of_slot, ours)
         return
     at_home = t.owner == rank and (t.source == rank) is (t.payload is Payload.INPUT)
     here = move.of_shard if at_home else move.of_slot

@@ -14,7 +14,6 @@ from simulate import (
     allowed,
     between,
     causal,
-    parcel_of,
     plans_of,
     useless_inputs,
 )
@@ -342,9 +341,8 @@ def test_all_gather_goes_by_head_groups(backward: bool) -> None:
 
 
 def test_an_unknown_route_is_named_with_the_choices() -> None:
-    with pytest.raises(
-        ValueError, match=r"'carrier_pigeon'.*all_gather, all_to_all, mesh, ring, query_ring"
-    ):
+    names = "all_gather, all_to_all, double_ring, mesh, ring, query_ring"
+    with pytest.raises(ValueError, match=f"'carrier_pigeon'.*{names}"):
         make_plan("carrier_pigeon", causal("zigzag", 8, 2), 0)
 
 
@@ -390,6 +388,6 @@ def test_a_thousand_ranks_can_be_planned(route: str, sources: int) -> None:
         for source, target in ((517, 518), (518, 517)):
             messages = between(low, number, source, target)
             assert messages == between(high, number, source, target)
-            assert len({(t.payload, parcel_of(t)) for t in messages}) == len(messages)
+            assert len(set(messages)) == len(messages)
     assert low.pairs == high.pairs, "2W divides S: the balance is perfect"
     assert seconds < 90

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from ring_flash_attn.bench.documents import find_histogram
+from ring_flash_attn.plan import groups as groups_of_sources
 from ring_flash_attn.plan.buffers import BufferPlan
 from ring_flash_attn.plan.build import make_plan
 from ring_flash_attn.plan.layout import get_layout, layout_names
@@ -163,7 +164,7 @@ def test_groups_are_even_or_filled_up(last: bool) -> None:
     owners = [1, 2, 3, 4, 5, *([9] if last else [])]
 
     def groups(most: int, rows: dict[int, int], count: int) -> list[list[int]] | None:
-        found = ring._within(most, rows, owners, count, last)
+        found = groups_of_sources.within(most, rows, owners, count, last)
         return None if found is None else [sorted(group) for group in found]
 
     even = [[1, 2, 3], [4, 5]] if last else [[1, 2], [3, 4, 5]]

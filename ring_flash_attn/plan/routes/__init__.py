@@ -1,5 +1,5 @@
 """Routes: what travels between the ranks, and when; one file each."""
 
-from . import all_gather, all_to_all, mesh, query_ring, ring
+from . import all_gather, all_to_all, double_ring, mesh, query_ring, ring
 
-__all__ = ["all_gather", "all_to_all", "mesh", "query_ring", "ring"]
+__all__ = ["all_gather", "all_to_all", "double_ring", "mesh", "query_ring", "ring"]

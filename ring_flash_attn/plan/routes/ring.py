@@ -13,12 +13,15 @@ from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 
 from ..build import make_work, register_route
+from ..groups import LAUNCHES, Groups, by_size, split
 from ..problem import Problem
 from ..steps import Payload, Side, Step, Transfer, Work
+
+_MOST_TOKENS = 96 * 1024  # whose keys and values a launch takes
+_MOST_PEERS = 64  # of a rank: each costs NCCL a connection
 
 
 @register_route("ring")
@@ -121,16 +124,6 @@ def _leap(problem: Problem, rank: int, groups: Sequence[Groups], backward: bool)
     return [Step(tuple(m), step.work) for m, step in zip(moves, steps, strict=True)]
 
 
-# Which launch takes whose keys.
-
-Groups = list[list[int]]  # of a rank: the owners of the keys of each launch but that on its own
-
-_FEW_TOKENS = 8192  # a rank: up to so many, launches are small, and take more sources
-_LAUNCHES = 8  # more only to save memory
-_MOST_TOKENS = 96 * 1024  # whose keys and values a launch takes
-_MOST_PEERS = 64  # of a rank: each costs NCCL a connection
-
-
 def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
     """All ranks' groups, as many on each; None: keys go from neighbour to neighbour.
 
@@ -145,80 +138,20 @@ def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
         [(rank - hop) % size for hop in ranks[1:] if problem.needed(rank, (rank - hop) % size)]
         for rank in ranks
     ]
-    if most is None:
-        return _by_size(problem, sources, backward)
     last = backward and any(sources)
+    if most is None:
+        if _talk_to_many(sources):
+            return None
+        shard = -(-sum(problem.lengths_k) // size)
+        return by_size(sources, problem.received(), shard, LAUNCHES - 1, _MOST_TOKENS, last)
     longest = max(map(len, sources)) - last
-    return [_split(each, -(-longest // most), last) for each in sources]
+    return [split(each, -(-longest // most), last) for each in sources]
 
 
-def _by_size(problem: Problem, sources: list[list[int]], backward: bool) -> list[Groups] | None:
-    """As few groups as the keys allow that they bring to the rank that gets most.
-
-    None if ranks would talk to too many others.
-    """
+def _talk_to_many(sources: list[list[int]]) -> bool:
+    """Whether a rank would get keys from, or send its own to, more ranks than it should."""
     peers = [set(each) for each in sources]
     for user, owners in enumerate(sources):
         for owner in owners:
             peers[owner].add(user)
-    if max(map(len, peers)) > _MOST_PEERS:
-        return None
-    rows = problem.received()
-    if backward:  # the one with the fewest keys is the last
-        sources = [sorted(each, key=_last_is(each, rows[u])) for u, each in enumerate(sources)]
-    shard = -(-sum(problem.lengths_k) // problem.world_size)
-    # Half a shard more: those of some ranks are larger than the mean.
-    limit = (4 if shard <= _FEW_TOKENS else 2) * shard + shard // 2
-    last = backward and any(sources)
-    few, longest = _LAUNCHES - 1 - last, max(map(len, sources)) - last
-    fewest = max(-(-sum(each.values()) // limit) for each in rows) if limit else 0
-    for count in range(min(longest, max(1, min(few, fewest - last))), longest):
-        most = limit if count < few else max(limit, _MOST_TOKENS)
-        pairs = zip(sources, rows, strict=True)
-        found = [_within(most, of_rank, each, count, last) for each, of_rank in pairs]
-        if None not in found:
-            return [groups for groups in found if groups is not None]
-    return [_split(each, longest, last) for each in sources]
-
-
-def _within(
-    most: int, rows: dict[int, int], owners: list[int], count: int, last: bool
-) -> Groups | None:
-    """At most so many rows in each of `count` groups; None if they do not fit."""
-    even = _split(owners, count, last)
-    if all(sum(rows.get(owner, 0) for owner in group) <= most for group in even):
-        return even
-    rest = owners[: len(owners) - last]
-    filled: Groups = []
-    total = 0
-    for owner in rest if last else reversed(rest):
-        total += rows.get(owner, 0)
-        if not filled or total > most:
-            filled.append([])
-            total = rows.get(owner, 0)
-        filled[-1].append(owner)
-    if len(filled) > count:
-        return None
-    if not last:  # the first one is the smallest
-        filled.reverse()
-    return filled + [[]] * (count - len(filled)) + [owners[len(rest) :]] * last
-
-
-def _last_is(owners: list[int], rows: dict[int, int]) -> Callable[[int], bool]:
-    last = min(reversed(owners), key=lambda owner: rows.get(owner, 0), default=None)
-    return lambda owner: owner == last
-
-
-def _split(owners: list[int], count: int, last: bool) -> Groups:
-    """Into so many groups, nearly equal, smaller ones first; with `last` one more, of one rank.
-
-    If there are fewer ranks than groups, the first groups have one each.
-    """
-    alone = owners[-1:] if last else []
-    rest = owners[: len(owners) - len(alone)]
-    size, larger = divmod(len(rest), count) if count else (0, 0)
-    sizes = [size] * (count - larger) + [size + 1] * larger
-    if last or not size:
-        sizes.reverse()
-    groups = [rest[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
-    return [*groups, alone] if last else groups
+    return max(map(len, peers)) > _MOST_PEERS
