@@ -8,13 +8,13 @@ from itertools import accumulate, pairwise
 Groups = list[list[int]]  # of a rank: the owners of the keys of each launch but that on its own
 
 LAUNCHES = 8  # more only to save memory
-_FEW_TOKENS = 8192  # a rank: up to so many, launches are small, and take more sources
+MANY_TOKENS = 96 * 1024  # whose keys and values a launch takes
 
 
 def by_size(
     sources: list[list[int]],
     rows: Sequence[dict[int, int]],
-    shard: int,
+    limit: int,
     few: int,
     most: int,
     last: bool,
@@ -24,15 +24,13 @@ def by_size(
     Args:
         sources: those of each rank.
         rows: how many keys each of them brings.
-        shard: tokens of a rank, on the mean.
+        limit: keys of a group.
         few: more groups only to save memory.
-        most: keys of a group then.
+        most: keys of a group then, if that is more.
         last: whether the last group is a single source, the one with the fewest keys.
     """
     if last:
         sources = [sorted(each, key=last_is(each, rows[u])) for u, each in enumerate(sources)]
-    # Half a shard more: those of some ranks are larger than the mean.
-    limit = (4 if shard <= _FEW_TOKENS else 2) * shard + shard // 2
     few, longest = few - last, max(map(len, sources)) - last
     fewest = max(-(-sum(each.values()) // limit) for each in rows) if limit else 0
     for count in range(min(longest, max(1, min(few, fewest - last))), longest):

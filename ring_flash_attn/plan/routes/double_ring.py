@@ -18,15 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 from ..build import make_work, register_route
-from ..groups import LAUNCHES, Groups, by_size, split
+from ..groups import LAUNCHES, MANY_TOKENS, Groups, by_size, split
 from ..problem import Problem
-from ..steps import Payload, Side, Step, Transfer
+from ..steps import Heads, Payload, Side, Step, Transfer
 from .ring import ring
 
-_MOST_TOKENS = 192 * 1024  # whose keys and values a launch takes, unless a node has more
+_MOST_TOKENS = 2 * MANY_TOKENS  # whose keys and values a launch takes, unless a node has more
 
 Node = tuple[int, ...]  # its ranks
 
@@ -81,7 +80,10 @@ def _parts(hops: list[int]) -> list[list[int]]:
 
 
 def _groups(problem: Problem, nodes: list[Node], few: int, last: bool) -> list[Groups]:
-    """Of each node, the nodes of each launch: those that it needs, the next ones below first."""
+    """Of each node, the nodes of each launch: those that it needs, the next ones below first.
+
+    As few launches as memory allows: ranks wait for their relays in each of them.
+    """
     numbers, most = range(len(nodes)), problem.sources_per_launch
     needs = [problem.sources(node) for node in nodes]
     members = [sum(1 << rank for rank in node) for node in nodes]
@@ -100,8 +102,7 @@ def _groups(problem: Problem, nodes: list[Node], few: int, last: bool) -> list[G
         {source: max(brings(source, user) for user in node) for source in each}
         for node, each in zip(nodes, sources, strict=True)
     ]
-    shard = -(-sum(problem.lengths_k) // problem.world_size)
-    return by_size(sources, rows, shard, few, _MOST_TOKENS, last)
+    return by_size(sources, rows, MANY_TOKENS, few, _MOST_TOKENS, last)
 
 
 def _below(nodes: list[Node], rank: int, hop: int) -> int:
@@ -118,14 +119,10 @@ def _steps(
     moves: list[list[Transfer]] = [[] for _ in range(max(ends, default=1))]
     works = [make_work(problem, rank, (rank,), heads)]
     for step, launch in enumerate(launches, 1):
-        for leg in _legs(problem, nodes, rank, launch):
-            shard = Side.KEY, leg.owner, heads
-            ways = [(Payload.INPUT, step - leg.ahead, leg.source, leg.target)]
+        for ahead, leg in _legs(problem, nodes, rank, launch):
+            moves[step - ahead].append(_transfer(Payload.INPUT, heads, *leg))
             if backward:
-                ways.append((Payload.RESULT, step + leg.ahead, leg.target, leg.source))
-            for payload, when, *ways_ends in ways:
-                transfer = Transfer(payload, *shard, *ways_ends, cut=True, relayed_for=leg.users)
-                moves[when].append(transfer)
+                moves[step + ahead].append(_transfer(Payload.RESULT, heads, *leg))
         own = nodes[rank // len(nodes[0])]
         away = launch.sources[rank // len(own)]
         owners = [_below(nodes, rank, hop) for hop in launch.hops]
@@ -136,32 +133,38 @@ def _steps(
     return [Step(tuple(m), work) for m, work in zip(moves, works, strict=True)]
 
 
-class _Leg(NamedTuple):
-    """Keys go from rank to rank, so many steps ahead of their launch; gradients likewise back."""
-
-    ahead: int
-    owner: int
-    source: int
-    target: int
-    users: Node = ()  # those that it is relayed for
+def _transfer(
+    payload: Payload, heads: Heads, owner: int, source: int, target: int, users: Node
+) -> Transfer:
+    """Keys of an owner, from a source to a target; or their gradients, which go back."""
+    ends = (source, target) if payload is Payload.INPUT else (target, source)
+    return Transfer(payload, Side.KEY, owner, heads, *ends, cut=True, relayed_for=users)
 
 
-def _legs(problem: Problem, nodes: list[Node], rank: int, launch: _Launch) -> Iterator[_Leg]:
-    """What of a launch, on any rank, this rank takes part in."""
+_Leg = tuple[int, int, int, Node]  # owner, source and target of keys; whom they are relayed for
+
+
+def _legs(
+    problem: Problem, nodes: list[Node], rank: int, launch: _Launch
+) -> Iterator[tuple[int, _Leg]]:
+    """How keys for a launch leave or reach this rank, and how many steps ahead of it.
+
+    Gradients go back as many steps after it.
+    """
     number, place = divmod(rank, len(nodes[0]))
     own = nodes[number]
     for hop, back in product(launch.hops, (False, True)):
         user = _below(nodes, rank, -hop) if back else rank
         owner = rank if back else _below(nodes, rank, hop)
         if problem.needed(user, owner):
-            yield _Leg(1, owner, owner, user)
+            yield 1, (owner, owner, user, ())
     for source in launch.sources[number]:
         for owner, relay in zip(nodes[source], own, strict=True):
             users = own if relay == rank else (rank,)
             users = tuple(user for user in users if problem.needed(user, owner))
-            yield from (_Leg(1, owner, relay, user, own) for user in users)
+            yield from ((1, (owner, relay, user, own)) for user in users)
             if users and relay == rank:
-                yield _Leg(2, owner, owner, rank, own)
+                yield 2, (owner, owner, rank, own)
     for target, sources in zip(nodes, launch.sources, strict=True):
         if number in sources and any(problem.needed(user, rank) for user in target):
-            yield _Leg(2, rank, rank, target[place], target)
+            yield 2, (rank, rank, target[place], target)
