@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 Groups = list[list[int]]  # of a rank: the owners of the keys of each launch but that on its own
 
 LAUNCHES = 8  # more only to save memory
-MANY_TOKENS = 96 * 1024  # whose keys and values a launch takes
 
 
 def by_size(

@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from itertools import product
 
 from ..build import make_work, register_route
-from ..groups import LAUNCHES, MANY_TOKENS, Groups, by_size, split
+from ..groups import LAUNCHES, Groups, by_size, split
 from ..problem import Problem
 from ..steps import Heads, Payload, Side, Step, Transfer
 from .ring import ring
 
-_MOST_TOKENS = 2 * MANY_TOKENS  # whose keys and values a launch takes, unless a node has more
+# Whose keys and values a launch takes, unless a node has more: so many, or if there would be more
+# launches than a few, the most.
+_MANY_TOKENS = 144 * 1024
+_MOST_TOKENS = 192 * 1024
 
 Node = tuple[int, ...]  # its ranks
 
@@ -95,14 +98,15 @@ def _groups(problem: Problem, nodes: list[Node], few: int, last: bool) -> list[G
         return [split(each, -(-longest // most), last) for each in sources]
     received = problem.received()
 
-    def brings(source: int, user: int) -> int:
-        return sum(received[user].get(owner, 0) for owner in nodes[source])
+    def brings(user: int, sources: list[int]) -> dict[int, int]:
+        rows = received[user]
+        return {n: sum(rows.get(owner, 0) for owner in nodes[n]) for n in sources}
 
-    rows = [
-        {source: max(brings(source, user) for user in node) for source in each}
+    rows = [  # of the rank that gets most
+        max((brings(user, each) for user in node), key=lambda found: sum(found.values()))
         for node, each in zip(nodes, sources, strict=True)
     ]
-    return by_size(sources, rows, MANY_TOKENS, few, _MOST_TOKENS, last)
+    return by_size(sources, rows, _MANY_TOKENS, few, _MOST_TOKENS, last)
 
 
 def _below(nodes: list[Node], rank: int, hop: int) -> int:

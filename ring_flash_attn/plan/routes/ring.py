@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..build import make_work, register_route
-from ..groups import LAUNCHES, MANY_TOKENS, Groups, by_size, split
+from ..groups import LAUNCHES, Groups, by_size, split
 from ..problem import Problem
 from ..steps import Payload, Side, Step, Transfer, Work
 
+_MOST_TOKENS = 96 * 1024  # whose keys and values a launch takes
 _FEW_TOKENS = 8192  # a rank: up to so many, launches are small, and take more sources
 _MOST_PEERS = 64  # of a rank: each costs NCCL a connection
 
@@ -145,7 +146,7 @@ def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
         shard = -(-sum(problem.lengths_k) // size)
         # Half a shard more: those of some ranks are larger than the mean.
         limit = (4 if shard <= _FEW_TOKENS else 2) * shard + shard // 2
-        return by_size(sources, problem.received(), limit, LAUNCHES - 1, MANY_TOKENS, last)
+        return by_size(sources, problem.received(), limit, LAUNCHES - 1, _MOST_TOKENS, last)
     longest = max(map(len, sources)) - last
     return [split(each, -(-longest // most), last) for each in sources]
 
