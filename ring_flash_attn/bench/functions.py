@@ -93,6 +93,7 @@ def own_arguments(
         "layout": placement.layout,
         "route": placement.route,
         "heads_k_stride": placement.heads_k_stride,
+        "ranks_per_node": placement.ranks_per_node,
     }
     if function.signature == "anything" and not workload.packed:
         return {**values, "seqlen": lengths[0], "seqlen_k": lengths_k[0]}

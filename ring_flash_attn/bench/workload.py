@@ -286,7 +286,7 @@ class Placement:
     heads_k_stride: int | None = None
     sources_per_launch: int | None = None  # None: by size, if the route is a ring
     link: Link | Topology | None = None  # that a replay emulates; None: communication costs nothing
-    ranks_per_node: int | None = None  # of the route mesh; None: all
+    ranks_per_node: int | None = None  # of routes that know nodes; None: all
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

@@ -85,6 +85,10 @@ def verify(
     route: Routes = None,
     kernel: Kernels = None,
     dtype: Dtypes = None,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of a node (mesh, double_ring); 2 if that divides them."),
+    ] = None,
     feature: Annotated[
         list[str] | None, named("feature", lambda: FEATURES, "Only these: {}.")
     ] = None,
@@ -141,6 +145,8 @@ def verify(
         if virtual:
             check_no_group("--virtual has all ranks in this process", backend, timeout)
         ranks = world_size or _RANKS if virtual else check_world_size(world_size, _RANKS)
+        if ranks % (ranks_per_node or 1):
+            raise ValueError(f"--ranks-per-node {ranks_per_node} must divide {ranks} ranks")
         for path in (json_file, markdown) if prints else ():
             check_output(path)
         if versus is not None and not compares:
@@ -154,6 +160,7 @@ def verify(
             dtypes=tuple(dtype or ()),
             features=tuple(feature or ()),
             world_size=ranks,
+            ranks_per_node=ranks_per_node,
             device=find_device(device, "verify").type,
             virtual=virtual,
             seed=seed,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..bench.functions import find_functions
 from ..bench.workload import Placement, Workload
 from ..kernels.base import AUTO
+from ..plan.build import BY_NODES
 from ..plan.layout import FLAT_PREFIX, SplitLayout, get_layout, layout_names
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class VerifyOptions:
     """What the user wants to be checked; empty means all.
 
     Attributes:
+        ranks_per_node: of routes that know nodes; None: 2, if there are more and it divides them.
         workload: sizes, before a feature or a function changes them.
         seed: of the inputs.
         report: compare with one device, and with the kernel `versus`.
@@ -74,6 +76,7 @@ class VerifyOptions:
     dtypes: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     world_size: int = 4
+    ranks_per_node: int | None = None
     device: str = "cpu"
     virtual: bool = False
     seed: int = 0
@@ -193,7 +196,8 @@ def _cases(
     function: Function, layout: str, route: str, kernel: str, options: VerifyOptions
 ) -> Iterator[Case]:
     stride = 1 if function.signature in ("gathered_documents", "llama3") else None
-    placement = Placement(options.world_size, layout, route, kernel, stride)
+    nodes = _ranks_per_node(options) if route in BY_NODES else None
+    placement = Placement(options.world_size, layout, route, kernel, stride, ranks_per_node=nodes)
     anything = function.signature == "anything"
     for feature in options.features or FEATURES:
         if not _possible(function, feature, explicit=bool(options.features)):
@@ -206,6 +210,12 @@ def _cases(
         for packed, dtype in product(packings, options.dtypes or few):
             workload = replace(_workload(function, feature, packed, options), dtype=dtype)
             yield Case(function, workload, placement, feature, options.seed)
+
+
+def _ranks_per_node(options: VerifyOptions) -> int | None:
+    if options.ranks_per_node is not None:
+        return options.ranks_per_node
+    return 2 if options.world_size > 2 and options.world_size % 2 == 0 else None
 
 
 def _possible(function: Function, feature: str, explicit: bool) -> bool:

@@ -262,6 +262,7 @@ def call_ranks(case: Case, inputs: Tensors, ranks: Sequence[int], virtual: bool)
             workload.lengths_k,
             packed=workload.packed,
             heads_k_stride=placement.heads_k_stride,
+            ranks_per_node=placement.ranks_per_node,
             **options,
         )
     else:

@@ -257,6 +257,11 @@ def groups(rank: int, n: int) -> None:
     with pytest.raises(Exception, match="inner axis of the DeviceMesh has 2"):
         compiled(over_nodes)(x, nodes, 1)
 
+    def relayed(x: Tensor, group: Any) -> Tensor:
+        return rfa.double_ring_flash_attn_func(x[None], x[None], x[None], group=group)
+
+    assert close(outcome(compiled(relayed), [x], nodes), found[0])
+
 
 def test_groups_and_meshes(ranks: Pool) -> None:
     """A graph is of the group that it was compiled for; another one is compiled anew."""

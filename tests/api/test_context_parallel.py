@@ -120,6 +120,7 @@ def test_a_step_is_that_of_one_device(
 WAYS: list[dict[str, Any]] = [
     *({"route": route} for route in route_names()),
     {"route": "mesh", "ranks_per_node": 1},
+    {"route": "double_ring", "ranks_per_node": 1},
 ]
 
 
@@ -131,14 +132,16 @@ def test_every_route(way: dict[str, Any], ranks: Callable[[int], Ranks]) -> None
         compare(found, right)
 
 
-def over_axes(rank: int, world_size: int, batches: Batches) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("nodes", "ranks"))
-    return step(rank, world_size, batches, {"route": "mesh", "group": mesh})
+def over_axes(rank: int, world_size: int, route: str, batches: Batches) -> dict[str, Any]:
+    shape = (1, world_size) if world_size == 2 else (world_size // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("nodes", "ranks"))
+    return step(rank, world_size, batches, {"route": route, "group": mesh})
 
 
-def test_mesh_of_two_axes(ranks: Callable[[int], Ranks]) -> None:
+@pytest.mark.parametrize(("route", "world_size"), [("mesh", 2), ("double_ring", 4)])
+def test_mesh_of_two_axes(route: str, world_size: int, ranks: Callable[[int], Ranks]) -> None:
     documents, batches = both_forms()["packed"]
-    for found in ranks(2).run(over_axes, batches):
+    for found in ranks(world_size).run(over_axes, route, batches):
         compare(found, expected(documents))
 
 
@@ -556,7 +559,11 @@ def mistakes(rank: int, world_size: int) -> None:
         (lambda: ContextParallel(layout="spiral"), ValueError, "layout 'spiral'"),
         (lambda: ContextParallel(route="detour"), ValueError, "route 'detour'"),
         (lambda: ContextParallel(divisor=0), ValueError, "divisor"),
-        (lambda: ContextParallel(ranks_per_node=2), ValueError, "only route 'mesh'"),
+        (
+            lambda: ContextParallel(ranks_per_node=2),
+            ValueError,
+            "only routes 'double_ring' and 'mesh'",
+        ),
         (lambda: ContextParallel(route="mesh", ranks_per_node=3), ValueError, "must divide"),
         (lambda: cp.shard({"input_ids": IDS}, device="abacus"), ValueError, "device = 'abacus'"),
         (lambda: cp.shard(IDS), TypeError, "batch must be a dict"),  # type: ignore[arg-type]

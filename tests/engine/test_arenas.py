@@ -87,6 +87,7 @@ PLACES = [
     {"route": "query_ring"},
     {"route": "all_to_all"},
     {"route": "all_to_all", "dtype": torch.bfloat16},  # final results are rounded
+    {"route": "double_ring", "nodes": 2, "dtype": torch.bfloat16},
     {"route": "mesh", "nodes": 2, "sources": 1, "dtype": torch.bfloat16},
 ]
 

@@ -263,9 +263,9 @@ def cases_of(name: str) -> Iterator[tuple[str, Case]]:
     if base != "ring_attention":
         right = {**tensors, **extra_arguments(base, sample, 0, 1)}
         strides = {"heads_k_stride": Kind(ONES, integers_like, integers_unlike)}
-        if base.startswith("usp"):
+        if base.startswith(("usp", "double_ring")):
             strides["ranks_per_node"] = Kind({**NOTHING, **ONES})
-        if base.startswith(("stripe", "ulysses", "usp")):  # None: no limit
+        if base.startswith(("stripe", "ulysses", "usp", "double_ring")):  # None: no limit
             strides["max_seqlen"] = Kind({"None": None}, integers_like, integers_unlike)
         if base.startswith("zigzag_llama3"):  # None: all heads at once
             strides["heads_k_stride"] = Kind({"None": None, **ONES}, integers_like, integers_unlike)

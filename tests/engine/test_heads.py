@@ -1,4 +1,4 @@
-"""Routes that spread heads: any number of them on any ranks, in any dtype, over a group."""
+"""Routes that spread heads, or know nodes: any heads on any ranks, any dtype, over a group."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import ring_flash_attn
 from ring_flash_attn import prepare, ring_attention, shard, virtual_ring_attention
 from ring_flash_attn.api.families import FUNCTIONS
 from ring_flash_attn.engine import prepare as engine
+from ring_flash_attn.plan.build import BY_NODES
 
 DOCUMENTS: dict[str, Any] = {"lengths_q": (13, 0, 26, 5), "headdim": 8}
 WAYS: list[dict[str, Any]] = [
@@ -28,6 +29,10 @@ WAYS: list[dict[str, Any]] = [
     {"route": "mesh", "ranks_per_node": 2, "sources_per_launch": 1},
     {"route": "mesh", "ranks_per_node": 2, "sources_per_launch": 9},
     {"route": "mesh", "ranks_per_node": 1},
+]
+NODES: list[dict[str, Any]] = [
+    {"route": "double_ring", "ranks_per_node": 2},
+    {"route": "double_ring", "ranks_per_node": 2, "sources_per_launch": 1},
 ]
 
 
@@ -69,7 +74,7 @@ def test_any_number_of_heads(layout: str, way: dict[str, Any], nheads_k: int) ->
         check(run(sample, world_size, layout, way), right, 1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", [*WAYS, *NODES], ids=str)
 @pytest.mark.parametrize("nheads_k", [1, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(
@@ -106,9 +111,9 @@ def over_group(
 
 
 @pytest.mark.parametrize("axes", [False, True], ids=["ranks_per_node", "DeviceMesh"])
-@pytest.mark.parametrize("way", WAYS[:4], ids=str)
+@pytest.mark.parametrize("way", [*WAYS[:4], *NODES], ids=str)
 def test_on_real_processes(way: dict[str, Any], axes: bool, ranks: Callable[[int], Ranks]) -> None:
-    if axes and way["route"] != "mesh":
+    if axes and way["route"] not in BY_NODES:
         pytest.skip("one axis")
     sample = make_sample(**DOCUMENTS, nheads=6, nheads_k=3, causal=True)
     sample = replace(sample, dlse=torch.zeros_like(sample.dlse))
@@ -144,7 +149,7 @@ def wrong_mesh(rank: int, world_size: int) -> list[str]:
 def test_wrong_nodes_are_refused(ranks: Callable[[int], Ranks]) -> None:
     for found in ranks(4).run(wrong_mesh):
         words = ("inner axis", "mesh_dim_names", r"[0, 2, 1, 3]", "one axis", "must divide")
-        words += ("only route 'mesh'",)
+        words += ("only routes 'double",)
         assert all(word in message for word, message in zip(words, found, strict=True))
 
 
@@ -164,9 +169,11 @@ def test_a_rank_prepares_for_a_mesh_by_itself(ranks: Callable[[int], Ranks]) -> 
     assert ranks(4).run(prepared_by_some) == [(0, 0), (0, 0), (0, 1), (0, 1)]
 
 
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n.startswith(("ulysses", "usp"))])
+_ROUTES = {"ulysses_": "all_to_all", "usp_": "mesh", "double_ring_": "double_ring"}
+
+
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n.startswith(tuple(_ROUTES))])
 def test_public_functions_have_their_point(name: str) -> None:
-    family = FUNCTIONS[name].family
-    route = "all_to_all" if name.startswith("ulysses") else "mesh"
-    assert family.route == route
+    (route,) = (route for prefix, route in _ROUTES.items() if name.startswith(prefix))
+    assert FUNCTIONS[name].family.route == route
     assert callable(getattr(ring_flash_attn, name))

@@ -12,7 +12,7 @@ from samples import Sample, make_sample
 from strategies import document_lengths
 
 from ring_flash_attn.api.families import PREFIXES
-from ring_flash_attn.plan.build import BY_HEADS, route_names
+from ring_flash_attn.plan.build import BY_HEADS, BY_NODES, BY_SOURCES, route_names
 from ring_flash_attn.plan.layout import layout_names
 
 MOST_RANKS, INTERPRETED_RANKS = 8, 3
@@ -30,8 +30,8 @@ class Case:
     Attributes:
         function: public name.
         layout, route: for functions whose name does not say them; so are heads_k_stride (also for
-            the llama3 functions) and sources_per_launch.
-        ranks_per_node: of route mesh; also where the function's name says it.
+            the llama3 functions), sources_per_launch and (also for functions over nodes)
+            ranks_per_node.
         batch: number of sequences; None for packed documents.
         lengths_q, lengths_k: tokens of the documents, or of the one sequence of a batch.
         alibi: "", "heads" for slopes (nheads,), "batch" for (batch, nheads),
@@ -202,8 +202,10 @@ def _with_point(draw: st.DrawFn, case: Case) -> Case:
     divisors = [n for n in range(1, case.nheads_k + 1) if case.nheads_k % n == 0]
     if case.kind in ("gathered_documents", "llama3"):
         return replace(case, heads_k_stride=draw(st.sampled_from(divisors)))
+    nodes = None
     if case.kind not in ("virtual", "anything"):
-        nodes = _ranks_per_node(draw, case) if case.point[1] == "mesh" else None
+        if case.point[1] in BY_NODES:
+            nodes = _ranks_per_node(draw, case)
         return replace(case, ranks_per_node=nodes)
     route = draw(st.sampled_from(route_names()))
     stride = draw(st.sampled_from((None, *divisors))) if route in BY_HEADS else None
@@ -213,8 +215,8 @@ def _with_point(draw: st.DrawFn, case: Case) -> Case:
         layout=draw(st.sampled_from(layout_names())),
         route=route,
         heads_k_stride=stride,
-        sources_per_launch=draw(sources) if route in ("ring", "mesh") else None,
-        ranks_per_node=_ranks_per_node(draw, case) if route == "mesh" else None,
+        sources_per_launch=draw(sources) if route in BY_SOURCES else None,
+        ranks_per_node=_ranks_per_node(draw, case) if route in BY_NODES else None,
     )
 
 

@@ -77,9 +77,9 @@ def replay(
         batch, nheads, nheads_k, headdim, dtype: of q, k and v.
         causal: queries see no later keys.
         heads_k_stride: KV heads that travel together, for routes "all_gather" and "all_to_all".
-        sources_per_launch: ranks (for route "mesh", nodes) whose keys one launch takes at most; by
-            default as many as in `ring_attention`.
-        ranks_per_node: ranks that exchange heads, for route "mesh"; by default all.
+        sources_per_launch: ranks whose keys one launch takes at most, for route "ring" (nodes for
+            "mesh" and "double_ring"); by default as many as in `ring_attention`.
+        ranks_per_node: for routes "mesh" and "double_ring"; by default all.
         link: a `Link` or a `Topology`, or what `find_link` knows by name, such as "nvlink4" or
             "h100-ib400"; None or "none": communication costs nothing.
         repeats: rounds of the medians.

@@ -46,14 +46,14 @@ def double_ring(problem: Problem, rank: int, backward: bool) -> list[Step]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class _NodeLaunch:
     """Whose keys a launch takes: in all nodes ranks as far below, and for each node other nodes."""
 
     hops: list[int]
     sources: list[list[int]]
 
 
-def _launches(problem: Problem, nodes: list[Node], backward: bool) -> list[_Launch]:
+def _launches(problem: Problem, nodes: list[Node], backward: bool) -> list[_NodeLaunch]:
     """All launches but the first, which is on a rank's own keys; that of step 1 comes first.
 
     Backward, the last ones are on keys of our own node, while gradients of other nodes go to their
@@ -70,8 +70,8 @@ def _launches(problem: Problem, nodes: list[Node], backward: bool) -> list[_Laun
     if not groups[0]:
         first, *last = [part for part in split(hops, 1, last=backward) if part] or [[]]
     nobody: list[list[int]] = [[] for _ in nodes]
-    across = [_Launch([], list(sources)) for sources in zip(*groups, strict=True)]
-    found = [_Launch(first, nobody), *across, *(_Launch(part, nobody) for part in last)]
+    across = [_NodeLaunch([], list(sources)) for sources in zip(*groups, strict=True)]
+    found = [_NodeLaunch(first, nobody), *across, *(_NodeLaunch(part, nobody) for part in last)]
     return found if hops or across else []
 
 
@@ -116,7 +116,7 @@ def _below(nodes: list[Node], rank: int, hop: int) -> int:
 
 
 def _steps(
-    problem: Problem, nodes: list[Node], rank: int, launches: list[_Launch], backward: bool
+    problem: Problem, nodes: list[Node], rank: int, launches: list[_NodeLaunch], backward: bool
 ) -> list[Step]:
     heads = problem.all_heads
     ends = [1 + n + backward * (1 + any(launch.sources)) for n, launch in enumerate(launches, 1)]
@@ -149,7 +149,7 @@ _Leg = tuple[int, int, int, Node]  # owner, source and target of keys; whom they
 
 
 def _legs(
-    problem: Problem, nodes: list[Node], rank: int, launch: _Launch
+    problem: Problem, nodes: list[Node], rank: int, launch: _NodeLaunch
 ) -> Iterator[tuple[int, _Leg]]:
     """How keys for a launch leave or reach this rank, and how many steps ahead of it.
 
