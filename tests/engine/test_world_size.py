@@ -62,14 +62,15 @@ def oracle_of(form: str, feature: str) -> Results:
     return expected_of(sample_of(form, feature), SEED)
 
 
-def run(sample: Sample, layout: str | Balanced, route: str, world_size: int) -> Results:
-    """Forward and backward over virtual ranks."""
+def run(sample: Sample, layout: str | Balanced, route: str, world_size: int, **way: Any) -> Results:
+    """Forward and backward over virtual ranks; where a route knows nodes, over two or more."""
     options = dict(sample.options)
     sink = options.pop("sink", None)
     if route in BY_HEADS:
         options["heads_k_stride"] = 1
     if route in BY_NODES and world_size % 2 == 0:
         options["ranks_per_node"] = 4 if world_size == 8 and route == "double_ring" else 2
+    options |= way
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         torch.manual_seed(SEED)
@@ -145,6 +146,20 @@ def test_any_combination_agrees_with_the_oracle(
 ) -> None:
     """Relative to 0.1 where all values are smaller, such as dq of rows that see one key."""
     actual = run(sample, layout, route, world_size)
+    check(actual, expected_of(sample, SEED), 1e-12, floor=0.1)
+
+
+@pytest.mark.parametrize("layout", ["balanced", "zigzag", "flat_stripe"])
+@pytest.mark.parametrize("route", BY_NODES)
+@given(sample=any_samples(), data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_any_nodes_agree_with_the_oracle(
+    layout: str, route: str, sample: Sample, data: st.DataObject
+) -> None:
+    """2 or 3 nodes of 1 to 4 ranks, any number of nodes in a launch."""
+    size, nodes = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 3))
+    way = {"ranks_per_node": size, "sources_per_launch": data.draw(st.sampled_from((None, 1, 2)))}
+    actual = run(sample, layout, route, size * nodes, **way)
     check(actual, expected_of(sample, SEED), 1e-12, floor=0.1)
 
 
