@@ -56,33 +56,38 @@ class _NodeLaunch:
 def _launches(problem: Problem, nodes: list[Node], backward: bool) -> list[_NodeLaunch]:
     """All launches but the first, which is on a rank's own keys; that of step 1 comes first.
 
-    Backward, the last ones are on keys of our own node, while gradients of other nodes go to their
-    relays, and then home.
+    Backward, the last ones are on keys of our own node, while gradients of others go home.
     """
     hops = [
         hop
         for hop in range(1, len(nodes[0]))
         if any(problem.needed(rank, _below(nodes, rank, hop)) for node in nodes for rank in node)
     ]
-    first, *last = _parts(hops) if backward else [hops]
-    few = LAUNCHES - 2 - len(last)
-    groups = _groups(problem, nodes, few, last=backward and not last)
-    if not groups[0]:
-        first, *last = [part for part in split(hops, 1, last=backward) if part] or [[]]
+    groups = _groups(problem, nodes, LAUNCHES - 2 - 2 * backward)
+    first, *last = _parts(hops, len(groups[0])) if backward else [hops]
     nobody: list[list[int]] = [[] for _ in nodes]
     across = [_NodeLaunch([], list(sources)) for sources in zip(*groups, strict=True)]
     found = [_NodeLaunch(first, nobody), *across, *(_NodeLaunch(part, nobody) for part in last)]
     return found if hops or across else []
 
 
-def _parts(hops: list[int]) -> list[list[int]]:
-    """In three: for the start, and for each hop of the last gradients on their way home."""
+def _parts(hops: list[int], groups: int) -> list[list[int]]:
+    """Backward, what of our node comes before the launches on other nodes, and what after them.
+
+    With several groups, a third each: for the start, and for both steps that the last gradients
+    take home. With one, all of them are for the end: fewer launches. With none, the last one is a
+    single rank, as on the ring.
+    """
+    if not groups:
+        return [part for part in split(hops, 1, last=True) if part] or [[]]
+    if groups == 1:
+        return [[], hops] if hops else [[]]
     start = -(-len(hops) // 3)
     end = start + (len(hops) - start) // 2
     return [hops[:start], hops[start:end], hops[end:]] if len(hops) > 1 else [hops]
 
 
-def _groups(problem: Problem, nodes: list[Node], few: int, last: bool) -> list[Groups]:
+def _groups(problem: Problem, nodes: list[Node], few: int) -> list[Groups]:
     """Of each node, the nodes of each launch: those that it needs, the next ones below first.
 
     As few launches as memory allows: ranks wait for their relays in each of them.
@@ -92,10 +97,9 @@ def _groups(problem: Problem, nodes: list[Node], few: int, last: bool) -> list[G
     members = [sum(1 << rank for rank in node) for node in nodes]
     below = [[(number - hop) % len(nodes) for hop in numbers[1:]] for number in numbers]
     sources = [[n for n in each if needs[number] & members[n]] for number, each in enumerate(below)]
-    last = last and any(sources)
     if most is not None:
-        longest = max(map(len, sources)) - last
-        return [split(each, -(-longest // most), last) for each in sources]
+        count = -(-max(map(len, sources)) // most)
+        return [split(each, count, last=False) for each in sources]
     received = problem.received()
 
     def brings(user: int, sources: list[int]) -> dict[int, int]:
@@ -106,7 +110,7 @@ def _groups(problem: Problem, nodes: list[Node], few: int, last: bool) -> list[G
         max((brings(user, each) for user in node), key=lambda found: sum(found.values()))
         for node, each in zip(nodes, sources, strict=True)
     ]
-    return by_size(sources, rows, _MANY_TOKENS, few, _MOST_TOKENS, last)
+    return by_size(sources, rows, _MANY_TOKENS, few, _MOST_TOKENS, last=False)
 
 
 def _below(nodes: list[Node], rank: int, hop: int) -> int:
