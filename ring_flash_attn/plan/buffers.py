@@ -169,9 +169,10 @@ class BufferPlan:
             return Move(transfer, slot, of_shard, of_relay)
 
         def either(transfer: Transfer) -> Move:
+            if not transfer.relayed_for:
+                return move(transfer)
             end = transfer.source if transfer.leaves_relay else transfer.target
-            relays = transfer.relayed_for and end == self.plan.rank
-            return relayed(transfer) if relays else move(transfer)
+            return relayed(transfer) if end == self.plan.rank else move(transfer)
 
         return [
             _packed([either(transfer) for transfer in step.transfers], self.plan.rank)

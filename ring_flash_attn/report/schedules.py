@@ -20,7 +20,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {  # of routes, in words
         "ring, up to four sources a launch": {"sources_per_launch": 4},
     },
     "all_gather": {"all_gather, two groups of heads": {"heads_k_stride": 1}},
-    "double_ring": {"double ring, nodes of two": {"ranks_per_node": 2, "sources_per_launch": 1}},
+    "double_ring": {"double_ring, nodes of two": {"ranks_per_node": 2, "sources_per_launch": 1}},
     "mesh": {"mesh, nodes of two": {"ranks_per_node": 2, "sources_per_launch": 1}},
 }
 

@@ -51,6 +51,8 @@ OURS = {
     "ulysses_flash_attn_varlen": ("cu_seqlens, max_seqlen", COMMON, NEW),
     "usp_flash_attn": ("", COMMON, NODES),
     "usp_flash_attn_varlen": ("cu_seqlens, max_seqlen", COMMON, NODES),
+    "double_ring_flash_attn": ("", COMMON, NODES),
+    "double_ring_flash_attn_varlen": ("cu_seqlens, max_seqlen", COMMON, NODES),
     "flash_attn": ("", FLASH, NEW_FLASH),
 }
 EXPECTED = {
