@@ -17,6 +17,7 @@ from .. import comm
 from ..engine import checks
 from ..engine.entry import check_ranks_per_node, document_values, run_ring
 from ..engine.prepare import Output
+from ..plan.balanced import Balanced
 from ..plan.build import BY_NODES, check_route
 from ..plan.layout import Layout, get_layout
 from .batch_parts import CONSUMED, check_dims, check_sizes, count, take, targets
@@ -45,8 +46,8 @@ class ContextParallel:
         group: the ranks that share a sequence: a process group, or a DeviceMesh of one axis, such
             as mesh["cp"] (of two axes for routes "mesh" and "double_ring"); the default group if
             None.
-        layout: as in `ring_attention`; "auto" is "balanced" for packed documents and "zigzag" for a
-            batch of equal sequences.
+        layout: as in `ring_attention`; "auto" is `Balanced(ranks_per_node=…)` for packed documents
+            and "zigzag" for a batch of equal sequences.
         route: as in `ring_attention`; "auto" is "ring".
         kernel: as in `ring_attention`.
         divisor: if given, padding is added so that all ranks hold as many tokens, a multiple of it.
@@ -120,8 +121,8 @@ class ContextParallel:
         dims = check_dims(given, dims)
         stream = read_stream(given)
         rank, world_size = comm.rank_and_size(self.group)
-        chosen = "balanced" if stream.packed else "zigzag"
-        layout = get_layout(chosen if _is_auto(self.layout) else self.layout)
+        by_size = Balanced(ranks_per_node=self.ranks_per_node) if stream.packed else "zigzag"
+        layout = get_layout(by_size if _is_auto(self.layout) else self.layout)
         if self.divisor is not None:
             stream = stream.padded(layout, world_size * self.divisor)
             check_sizes(stream, layout, world_size, self.divisor)

@@ -258,6 +258,8 @@ def ways_to_tell(rank: int, world_size: int) -> None:
     auto = ContextParallel(layout="auto", route="auto")
     assert auto.shard(ways[0])["documents"].layout.name == "balanced"
     assert ContextParallel().shard(stacked(documents[:1]))["documents"].layout.name == "zigzag"
+    nodes = ContextParallel(route="mesh", ranks_per_node=2).shard(ways[0])["documents"]
+    assert nodes.layout == Balanced(ranks_per_node=2)
     mine = Balanced(masks=((Mask.of(causal=True, window_size=(3, 0)), 1),))
     assert ContextParallel(layout=mine).shard(ways[0])["documents"].layout == mine
 
