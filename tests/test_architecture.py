@@ -46,11 +46,12 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"api"},
     "adapters": {"plan", "kernels", "comm", "engine", "api"},
     "bench": CORE - {"adapters"},
+    "simulate": {*CORE - {"adapters"}, "bench"},
     "verify": {*CORE - {"adapters"}, "bench"},
     "draw": {*CORE - {"adapters"}, "bench"},
     "report": {*CORE - {"adapters"}, "bench", "draw"},
     "lab": {*CORE - {"adapters"}, "bench", "draw"},
-    "cli": {*CORE, "bench", "verify", "draw", "report", "lab"},
+    "cli": {*CORE, "bench", "verify", "draw", "report", "lab", "simulate"},
     "__init__": {"api", "adapters"},
 }
 

@@ -1,0 +1,114 @@
+"""Seconds of one launch of a kernel: from the blocks of its tiles, on as many SMs as a GPU has.
+
+A forward program takes a block of queries of one head through the blocks of keys that they see, a
+backward program a block of keys through the queries that see them. A block that the mask or the end
+of a document cuts is a whole one to the kernel. SMs take the next program when they are done with
+one; so at the end some are idle, for about half of a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ..plan.tiles import Tile
+
+Band = tuple[
+    int, int, int, int
+]  # rows, columns, low, high: query i sees key j if low <= j-i <= high
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What a kernel takes in one direction, for one head dimension on one GPU."""
+
+    block: float  # seconds of an SM for 128 queries × 128 keys of one query head
+    program: float  # seconds of an SM for each block of queries (backward keys), besides
+    launch: float  # seconds of each launch, besides
+    rows: int = 128  # of a block that a program owns
+    columns: int = 128  # of a block that it goes through
+    partial: float = 0.0  # share that a block costs more where a mask cuts it
+    tail: float = 0.5  # programs that the last SM is behind the average
+    source: str = ""  # of these numbers
+
+    def faster(self, times: float, source: str) -> Rate:
+        """The same kernel where all but the launch goes so many times as fast."""
+        block, program = self.block / times, self.program / times
+        return replace(self, block=block, program=program, source=source)
+
+
+def band_of(tile: Tile) -> Band:
+    """Rows and columns of a tile, and its mask."""
+    return tile.query.length, tile.key.length, tile.low, tile.high
+
+
+def full(rows: int, columns: int) -> Band:
+    """All queries see all keys."""
+    return rows, columns, 1 - rows, columns - 1
+
+
+def causal(rows: int, columns: int) -> Band:
+    """Both end together, and no query sees a later key."""
+    return rows, columns, 1 - rows, columns - rows
+
+
+def turned(band: Band) -> Band:
+    """The same with keys as rows, as backward programs take it."""
+    rows, columns, low, high = band
+    return columns, rows, -high, -low
+
+
+def seconds(
+    rate: Rate, shards: Iterable[Iterable[Band]], heads: int, sms: int, group: int = 1
+) -> float:
+    """One launch.
+
+    Args:
+        rate: of the kernel, in one direction.
+        shards: the bands of the same rows: of each query span those against its key spans;
+            backward of each key span, `turned`, those against its query spans.
+        heads: heads that have programs of their own, over the batch.
+        sms: of the GPU.
+        group: query heads that a program goes through, one after the other.
+    """
+    work = longest = programs = 0.0
+    for bands in shards:
+        together = [_programs(*band, rate.rows, rate.columns, rate.partial) for band in bands]
+        programs += max((count for count, _, _ in together), default=0)
+        work += sum(blocks for _, blocks, _ in together)
+        longest = max(longest, sum(most for _, _, most in together))
+    if not programs:
+        return 0.0
+    block = rate.block * rate.rows * rate.columns / 128**2 * group
+    all_of_them = heads * (work * block + programs * rate.program)
+    one = longest * block + rate.program
+    even = all_of_them / sms + rate.tail * one
+    return rate.launch + max(even, one)
+
+
+@lru_cache(1 << 16)
+def _programs(
+    rows: int, columns: int, low: int, high: int, block_q: int, block_k: int, partial: float
+) -> tuple[int, float, float]:
+    """Programs of a band, blocks of all of them, and of the longest; a cut block counts more."""
+    counts = list(_blocks(rows, columns, low, high, block_q, block_k))
+    costs = [whole + cut * (1 + partial) for whole, cut in counts]
+    return -(-rows // block_q), sum(costs), max(costs, default=0.0)
+
+
+def _blocks(
+    rows: int, columns: int, low: int, high: int, block_q: int, block_k: int
+) -> Iterator[tuple[int, int]]:
+    """Of each program its whole blocks, and those that are cut."""
+    for first in range(0, rows, block_q):
+        last = min(first + block_q, rows) - 1
+        begin, end = max(0, first + low), min(columns - 1, last + high)  # keys that any row sees
+        if begin > end:
+            continue
+        count = end // block_k - begin // block_k + 1
+        # Keys that every row sees, and the blocks that hold nothing else.
+        every, until = max(0, last + low), min(columns - 1, first + high) + 1
+        filled = last - first + 1 == block_q
+        whole = max(0, until // block_k - -(-every // block_k)) if filled else 0
+        yield whole, count - whole
