@@ -19,9 +19,10 @@ class Gpu:
     sms: int
     bandwidth: float  # bytes in a second that copies and sums read and write
     launch: float  # seconds of a small launch: a copy, a sum, a merge
+    state: float  # share of a carried state's bytes that a launch does not hide
     rates: Mapping[RateKey, Rate]
     sources: Mapping[str, str] = field(default_factory=dict)  # of each number, by its name
-    estimated: frozenset[str] = frozenset()  # names of numbers that nobody has measured
+    estimated: frozenset[RateKey] = frozenset()  # rates that nobody has measured on this GPU
 
     def rate(self, kernel: str, passes: str, headdim: int) -> Rate:
         """Of a kernel in one direction; ValueError that lists what there is."""

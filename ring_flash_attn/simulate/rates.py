@@ -26,16 +26,23 @@ class Rate:
     block: float  # seconds of an SM for 128 queries × 128 keys of one query head
     program: float  # seconds of an SM for each block of queries (backward keys), besides
     launch: float  # seconds of each launch, besides
+    slower: float = 0.0  # seconds that a block takes longer at the clock of long work
     rows: int = 128  # of a block that a program owns
     columns: int = 128  # of a block that it goes through
     partial: float = 0.0  # share that a block costs more where a mask cuts it
     tail: float = 0.5  # programs that the last SM is behind the average
     source: str = ""  # of these numbers
+    estimated: bool = False  # nobody has measured it on this GPU
 
     def faster(self, times: float, source: str) -> Rate:
         """The same kernel where all but the launch goes so many times as fast."""
-        block, program = self.block / times, self.program / times
-        return replace(self, block=block, program=program, source=source)
+        names = ("block", "program", "slower")
+        values = {name: getattr(self, name) / times for name in names}
+        return replace(self, **values, source=source)
+
+    def estimate(self, source: str) -> Rate:
+        """The same, as what stands for something that nobody has measured."""
+        return replace(self, source=source, estimated=True)
 
 
 def band_of(tile: Tile) -> Band:
@@ -60,7 +67,7 @@ def turned(band: Band) -> Band:
 
 
 def seconds(
-    rate: Rate, shards: Iterable[Iterable[Band]], heads: int, sms: int, group: int = 1
+    rate: Rate, shards: Iterable[Iterable[Band]], heads: int, sms: int, sustained: bool = True
 ) -> float:
     """One launch.
 
@@ -70,7 +77,7 @@ def seconds(
             backward of each key span, `turned`, those against its query spans.
         heads: heads that have programs of their own, over the batch.
         sms: of the GPU.
-        group: query heads that a program goes through, one after the other.
+        sustained: it is part of long work, at the clock that the GPU's power limit allows.
     """
     work = longest = programs = 0.0
     for bands in shards:
@@ -80,7 +87,8 @@ def seconds(
         longest = max(longest, sum(most for _, _, most in together))
     if not programs:
         return 0.0
-    block = rate.block * rate.rows * rate.columns / 128**2 * group
+    block = rate.block + rate.slower * sustained
+    block *= rate.rows * rate.columns / 128**2
     all_of_them = heads * (work * block + programs * rate.program)
     one = longest * block + rate.program
     even = all_of_them / sms + rate.tail * one

@@ -100,6 +100,7 @@ class LibraryKernel:
     """
 
     blocks = True
+    merge = staticmethod(merge_rows)  # a block into the state
 
     def __init__(self, library: Library) -> None:
         self.name, self.library = library.name, library
@@ -118,7 +119,7 @@ class LibraryKernel:
         for lowered, block in launch.calls:
             rows, columns = slice(*lowered.query_rows), slice(*lowered.key_rows)
             out, lse = self.library.forward(q[:, rows], k[:, columns], v[:, columns], block, call)
-            merge_rows(state, out, lse, rows.start, lowered.rows, call.sink)
+            self.merge(state, out, lse, rows.start, lowered.rows, call.sink)
 
     def backward(
         self,
@@ -207,6 +208,10 @@ class LibraryKernel:
         lse = saved.lse[:, :, rows].contiguous()
         return self.library.backward(dout, q, k, v, out, lse, block, call)
 
+    def block_of(self, call: LibraryCall, device: torch.device) -> Block:
+        """What the library is told of a call; made once for a launch of a plan."""
+        return _block(call, device)
+
     def _launch(self, tiles: Sequence[Tile], q: Tensor) -> Launch:
         """The calls of a launch; plans hand out the same tiles each time."""
         # The packed form has no batch: its rows would have to lie behind each other.
@@ -218,7 +223,7 @@ class LibraryKernel:
             better = lower(ordered, *form)
             if len(better) < len(calls):  # a copy of the keys costs less than a block more to merge
                 calls, rows = better, _index(wanted, q.device)
-            return Launch([(call, _block(call, q.device)) for call in calls], rows)
+            return Launch([(call, self.block_of(call, q.device)) for call in calls], rows)
 
         return self._launches.get(tiles, q.device, form, make)
 

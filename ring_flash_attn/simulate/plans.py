@@ -1,0 +1,113 @@
+"""Stages of a rank's plans: the library's own passes, run on tensors without data, and priced.
+
+The executor does what it does on a GPU, on torch's device meta. So the bytes of messages, gathers,
+sums and casts are those of the real pass, and are written down nowhere else. A kernel stands in
+that prices its launches by their tiles; every other operation costs what it reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bench.workload import Placement, Workload, call_of
+from ..engine.attention import LocalRank, PreparedCall, backward, forward
+from ..engine.executor import Pool
+from ..engine.prepare import planned
+from ..kernels.base import Call, as_block
+from ..plan.problem import Problem
+from ..plan.steps import Side
+from .machine import Gpu
+from .meter import Meter
+from .stand_ins import stand_in
+from .timeline import Stage
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class PricedPass:
+    """One pass of a rank: its stages, and what it holds."""
+
+    stages: tuple[Stage, ...]
+    launches: int
+    held: int  # bytes beside inputs, outputs and gradients: the most at any time
+
+    @property
+    def sent(self) -> int:
+        """Bytes that leave the rank."""
+        return sum(size for stage in self.stages for _, size in stage.sends)
+
+    @property
+    def received(self) -> int:
+        """Bytes that come to it."""
+        return sum(size for stage in self.stages for _, size in stage.receives)
+
+
+class _CountingPool(Pool):
+    """Arenas as they are; `size` has the bytes of those of a pass."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.size += size * dtype.itemsize
+        return super().take(size, dtype, device)
+
+
+def price_rank(
+    workload: Workload, placement: Placement, problem: Problem, rank: int, gpu: Gpu
+) -> tuple[PricedPass, PricedPass]:
+    """The forward and the backward pass of one rank.
+
+    Raises:
+        ValueError: the GPU has no rate for this kernel and head dimension.
+    """
+    plans, call = planned(placement.route, problem, rank), call_of(workload, _META)
+    q, k, v, dout = (
+        torch.empty(shape, dtype=call.dtype, device=_META)
+        for shape in _shapes(workload, problem, rank)
+    )
+    headdim = max(workload.headdim, workload.headdim_v or 0)
+    found: list[PricedPass] = []
+    result: Any = None
+    for is_backward in (False, True):
+        meter, pool = Meter(gpu), _CountingPool()
+        kernel = stand_in(placement.kernel, headdim, meter)
+        local = LocalRank(*plans, pool)
+        prepared = PreparedCall((local,), kernel, call, lambda end=meter: [end])  # type: ignore
+        with meter:
+            if is_backward:
+                backward(prepared, [(q, k, v)], None, result, [(dout, None)])
+            else:
+                result = forward(prepared, [(q, k, v)], None)
+        kept = 0
+        if plans[is_backward].single_launch is None:
+            kept = _kept(call, (q, k, v), is_backward, as_block(kernel) is not None)
+        found.append(PricedPass(meter.finished(), meter.launches, pool.size + kept))
+    first, second = found
+    return first, second
+
+
+def _shapes(workload: Workload, problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:
+    """Of q, k, v and dout on a rank."""
+    rows, rows_k = (problem.size(side, rank) for side in Side)
+    batch, dims = workload.batch, (workload.headdim, workload.headdim_v or workload.headdim)
+    yield batch, rows, workload.nheads, dims[0]
+    yield batch, rows_k, workload.nheads_k, dims[0]
+    yield batch, rows_k, workload.nheads_k, dims[1]
+    yield batch, rows, workload.nheads, dims[1]
+
+
+def _kept(call: Call, shard: Sequence[Tensor], is_backward: bool, blocks: bool) -> int:
+    """Bytes of states or accumulators, beside the arenas; as docs/design.md (Memory) counts."""
+    state, element = call.state_dtype.itemsize, call.dtype.itemsize
+    rows = shard[0].shape[:3].numel() * state
+    held = rows if is_backward and not blocks else 0  # delta
+    if state != element:
+        held += sum(x.numel() for x in shard) * state if is_backward else rows * call.headdim_v
+    return held
