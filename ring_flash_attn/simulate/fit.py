@@ -18,6 +18,7 @@ from .rates import Rate, seconds
 
 # Rows and columns of blocks in which all kernels of Hopper here leave out what a mask hides.
 ROWS, COLUMNS = 64, 128
+NO_PROGRAM = False
 _ENOUGH = 6  # points for a fit of their own
 _FP32 = 4
 
@@ -44,22 +45,21 @@ def predicted(rate: Rate, point: Point, sms: int, bandwidth: float, launch: floa
     return kernel + around(point, bandwidth, launch)
 
 
-def fit(points: Sequence[Point], sms: int, bandwidth: float, launch: float) -> Rate:
+def fit(points: Sequence[Point], sms: int, bandwidth: float, launch: float, kind: Rate) -> Rate:
     """The rate of one kernel in one direction, from all points of one head dimension."""
-    units = [
-        Rate(*values, rows=ROWS, columns=COLUMNS)
-        for values in ((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0))
-    ]
-    lines, times = [], []
+    names = ("block", "launch", "cut") if NO_PROGRAM else ("block", "program", "launch", "cut")
+    none = replace(kind, block=0.0, program=0.0, launch=0.0)
+    units = [replace(none, **{name: 1.0}) for name in names]  # type: ignore[arg-type]
+    lines = []
     for point in points:
         time = point.ms * 1e-3 - around(point, bandwidth, launch)
         heads = point.batch * point.nheads
-        parts = [seconds(unit, point.shards(), heads, sms, sustained=False) for unit in units]
+        parts = [seconds(unit, point.shards(), heads, sms) for unit in units]
         lines.append([each / time for each in (*parts, parts[0] * point.sustained)])
-        times.append(1.0)
-    block, program, fixed, slower = _not_negative(lines, times)
+    found = _not_negative(lines, [1.0] * len(lines))
+    values = dict(zip((*names, "slower"), found))
     sources = ", ".join(sorted({point.source for point in points}))
-    return Rate(block, program, fixed, slower, ROWS, COLUMNS, source=sources)
+    return replace(none, **values, source=sources)
 
 
 def rescaled(
@@ -75,11 +75,16 @@ def rescaled(
 
 
 def rate_of(
-    points: Sequence[Point], sms: int, bandwidth: float, launch: float, like: Rate | None
+    points: Sequence[Point],
+    sms: int,
+    bandwidth: float,
+    launch: float,
+    kind: Rate,
+    like: Rate | None,
 ) -> Rate | None:
     """A fit if there are enough points, else another rate that is scaled to them."""
     if len(points) >= _ENOUGH:
-        return fit(points, sms, bandwidth, launch)
+        return fit(points, sms, bandwidth, launch, kind)
     if not points or like is None:
         return None
     return rescaled(like, points, sms, bandwidth, launch)

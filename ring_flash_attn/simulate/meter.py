@@ -11,16 +11,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..comm import Message
+from ..kernels.base import FIRST, LAST, Rows
+from ..kernels.merge import merging
 from .machine import Gpu
 from .timeline import Stage
 
+GATHERED = 1.2  # times as long as a copy: rows by number
+ADDED = 4.0  # likewise: rows added by number, atomically
+_FP32, _HALF = 4, 2  # bytes
 _aten = torch.ops.aten
 _FREE = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
 _ROWS = {  # operations on some rows of a tensor: which argument has as many, and how often it moves
-    _aten.index_select.default: (None, 2),
-    _aten.index_select.out: (None, 2),
-    _aten.index_copy_.default: (3, 2),
-    _aten.index_add_.default: (3, 3),
+    _aten.index_select.default: (None, 2 * GATHERED),
+    _aten.index_select.out: (None, 2 * GATHERED),
+    _aten.index_copy_.default: (3, 2 * GATHERED),
+    _aten.index_add_.default: (3, 3 * ADDED),
 }
 _WRITES = {_aten.zero_.default, _aten.fill_.Scalar, _aten.zeros.default, _aten.zeros_like.default}
 
@@ -43,13 +48,27 @@ class Meter(TorchDispatchMode):
             self.add(self.gpu.moving(_moved(func, args, kwargs or {}, found)))
         return found
 
+    def __enter__(self) -> Any:
+        self._token = merging.set(self._merge)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        merging.reset(self._token)
+        super().__exit__(*error)
+
+    def _merge(self, block: Tensor, rows: Sequence[Rows]) -> None:
+        """One launch; the block, just written, is in the L2 cache."""
+        size = sum((each.end - each.start) * _merged(each.bits) for each in rows)
+        batch, _, nheads, headdim = block.shape
+        self.add(self.gpu.moving(size * batch * nheads * headdim))
+
     def add(self, seconds: float) -> None:
         """Something else on the compute stream."""
         self._seconds += seconds
 
     def post(self, messages: Sequence[Message]) -> None:
         """The next stage begins; what was done since the last one's wait comes before it."""
-        before = self._taken()
+        before = self._taken() + (self.gpu.post if messages else 0.0)
         sent = tuple((m.peer, m.tensor.nbytes) for m in messages if not m.receive)
         received = tuple((m.peer, m.tensor.nbytes) for m in messages if m.receive)
         self.stages.append(Stage(0.0, sent, received, before=before))
@@ -74,7 +93,12 @@ class Meter(TorchDispatchMode):
         return seconds
 
 
-def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> int:
+def _merged(bits: int) -> int:
+    """Bytes that a merge reads and writes of each number of a row: the state's, or the result's."""
+    return (0 if bits & FIRST else _FP32) + (_HALF if bits & LAST else _FP32)
+
+
+def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> float:
     """Bytes that an operation reads and writes; none where it runs on the host."""
     if not isinstance(found, Tensor) or not found.is_meta:
         return 0

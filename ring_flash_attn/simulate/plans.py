@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bench.workload import Placement, Workload, call_of
+from ..bench.workload import BACKWARD, BOTH, FORWARD, Placement, Workload, call_of
 from ..engine.attention import LocalRank, PreparedCall, backward, forward
 from ..engine.executor import Pool
 from ..engine.prepare import planned
 from ..kernels.base import Call, as_block
 from ..plan.problem import Problem
 from ..plan.steps import Side
+from .fit import predicted
 from .machine import Gpu
 from .meter import Meter
+from .points import HOT, Point
 from .stand_ins import stand_in
 from .timeline import Stage
 
@@ -73,11 +75,12 @@ def price_rank(
         for shape in _shapes(workload, problem, rank)
     )
     headdim = max(workload.headdim, workload.headdim_v or 0)
+    sustained = is_hot(workload.share(placement.world_size), placement.kernel, gpu)
     found: list[PricedPass] = []
     result: Any = None
     for is_backward in (False, True):
         meter, pool = Meter(gpu), _CountingPool()
-        kernel = stand_in(placement.kernel, headdim, meter)
+        kernel = stand_in(placement.kernel, headdim, meter, sustained)
         local = LocalRank(*plans, pool)
         prepared = PreparedCall((local,), kernel, call, lambda end=meter: [end])  # type: ignore
         with meter:
@@ -91,6 +94,19 @@ def price_rank(
         found.append(PricedPass(meter.finished(), meter.launches, pool.size + kept))
     first, second = found
     return first, second
+
+
+def is_hot(share: Workload, kernel: str, gpu: Gpu) -> bool:
+    """Whether a kernel does a rank's own tokens so fast that long work goes at a lower clock."""
+    headdim = max(share.headdim, share.headdim_v or 0)
+    time = 0.0
+    for way in (FORWARD, BACKWARD):
+        dims = share.headdim, share.headdim_v or share.headdim
+        sizes = share.batch, share.nheads, share.nheads_k, *dims, share.lengths
+        point = Point(gpu.name, kernel, way, *sizes, share.causal, 0.0, False, "")
+        rate = gpu.rate(kernel, way, headdim)
+        time += predicted(rate, point, gpu.sms, gpu.bandwidth, gpu.launch)
+    return share.flops(BOTH) / time / 1e12 > HOT
 
 
 def _shapes(workload: Workload, problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:

@@ -16,7 +16,10 @@ from .rates import Band, causal, full, turned
 DATA = Path(__file__).parent / "data"
 _NAMES = {"SDPA cuDNN": "cudnn", "flash-attn 4": "fa4"}  # how `rfa compare` calls libraries
 KERNELS = ("triton", "cute", "fa4", "cudnn", "fa2")
-SUSTAINED = 3.0  # milliseconds from which a run is long enough for the GPU's power limit
+LONG = 3.0  # milliseconds of a run that is long enough for the GPU's power limit
+# TFLOP/s from which that limit lowers the clock of an H200 in long work (forward and backward):
+# between packed documents (517), which keep it, and one document (590 and more), which does not.
+HOT = 530.0
 
 
 class Point(NamedTuple):
@@ -27,12 +30,13 @@ class Point(NamedTuple):
     passes: str  # "forward" or "backward"
     batch: int
     nheads: int
+    nheads_k: int
     headdim: int
     headdim_v: int
     lengths: tuple[int, ...]  # of documents, or of one sequence
     causal: bool
     ms: float
-    sustained: bool  # many runs in a row, or a long one: at the clock of long work
+    sustained: bool  # at the clock of long work, which the GPU's power limit allows
     source: str
 
     def shards(self) -> list[list[Band]]:
@@ -56,16 +60,17 @@ def read_points() -> tuple[Point, ...]:
 def _read(path: Path) -> Iterable[Point]:
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
+            sizes = {
+                each: int(row[each])
+                for each in ("batch", "nheads", "nheads_k", "headdim", "headdim_v")
+            }
             yield Point(
-                row["gpu"],
-                row["kernel"],
-                row["passes"],
-                *(int(row[name]) for name in ("batch", "nheads", "headdim", "headdim_v")),
-                tuple(map(int, row["lengths"].split())),
-                row["causal"] == "True",
-                float(row["ms"]),
-                row["sustained"] == "True",
-                row["source"],
+                **{each: row[each] for each in ("gpu", "kernel", "passes", "source")},
+                **sizes,
+                lengths=tuple(map(int, row["lengths"].split())),
+                causal=row["causal"] == "True",
+                ms=float(row["ms"]),
+                sustained=row["sustained"] == "True",
             )
 
 
@@ -85,8 +90,10 @@ def points_of_results(folder: Path) -> list[Point]:
     for path in sorted(folder.glob("*_h200.json")):
         if path.name.startswith("lab_") or "graphs" in path.name:
             continue
-        rows = json.loads(path.read_text())["rows"]
+        content = json.loads(path.read_text())
+        rows, replays = content["rows"], content.get("details", {}).get("replays", {})
         found += [*_of_compared(rows, path.name), *_of_bases(rows, path.name)]
+        found += _without_mask(replays, path.name)
     return found
 
 
@@ -101,7 +108,7 @@ def _of_compared(rows: Iterable[Mapping[str, Any]], source: str) -> Iterable[Poi
         workload = Workload.from_dict(json.loads(text))
         plain = workload.window == (-1, -1) and not set(workload.features) - {"headdim_v"}
         if plain and times.keys() >= {FORWARD, BOTH}:
-            yield from _points(name, workload, times, False, source)
+            yield from _points(name, workload, times, None, source)
 
 
 def _of_bases(rows: Iterable[Mapping[str, Any]], source: str) -> Iterable[Point]:
@@ -111,19 +118,35 @@ def _of_bases(rows: Iterable[Mapping[str, Any]], source: str) -> Iterable[Point]
         name, placement = row["implementation"], row.get("placement", {})
         if row["kind"] == "replay" and name in KERNELS and placement["rank"] == 0:
             world_size = placement["world_size"]
-            base = row["values"]["theoretic_ms"] / world_size
             workload = dict(row["workload"])
             if "lengths" in workload:
                 workload["lengths"] = [length // world_size for length in workload["lengths"]]
             key = json.dumps([name, workload, {**placement, "link": None}])
-            runs.setdefault(key, {})[row["passes"]] = base
+            runs.setdefault(key, {})[row["passes"]] = row["values"]["theoretic_ms"] / world_size
     for text, times in runs.items():
         name, workload, _ = json.loads(text)
-        yield from _points(name, Workload.from_dict(workload), times, True, source)
+        base = Workload.from_dict(workload)
+        yield from _points(name, base, times, _is_hot(base, times), source)
+
+
+def _without_mask(replays: Mapping[str, Any], source: str) -> Iterable[Point]:
+    """The same on as many tokens without a mask, of files that keep it."""
+    for each in replays.values():
+        placement, share = each["placement"], Workload.from_dict(each["workload"])
+        share = share.share(placement["world_size"])
+        plain = Workload(1, share.seqlen, share.nheads, share.nheads_k, share.headdim)
+        base, full = (each["ours"][key]["removed"] for key in ("base", "full"))
+        hot = _is_hot(share, base)
+        yield from _points(placement["kernel"], plain, full, hot, source)
+
+
+def _is_hot(base: Workload, times: Mapping[str, float]) -> bool:
+    """Whether a replay, in which its base is run again and again, is work at a lower clock."""
+    return base.flops(BOTH) / times[BOTH] / 1e9 > HOT
 
 
 def _points(
-    kernel: str, workload: Workload, times: Mapping[str, float], in_a_row: bool, source: str
+    kernel: str, workload: Workload, times: Mapping[str, float], sustained: bool | None, source: str
 ) -> Iterable[Point]:
     for passes, ms in ((FORWARD, times[FORWARD]), (BACKWARD, times[BOTH] - times[FORWARD])):
         yield Point(
@@ -132,11 +155,12 @@ def _points(
             passes,
             workload.batch,
             workload.nheads,
+            workload.nheads_k,
             workload.headdim,
             workload.headdim_v or workload.headdim,
             workload.lengths,
             workload.causal,
             round(ms, 5),
-            in_a_row or ms > SUSTAINED,
+            ms > LONG if sustained is None else sustained,
             f"results/{source}",
         )

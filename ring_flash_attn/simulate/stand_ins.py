@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..bench.workload import BACKWARD, FORWARD
-from ..kernels.base import BLOCK, FIRST, LAST, LIBRARIES, Call, Grads, Kernel, Rows, Saved, State
+from ..kernels.base import LIBRARIES, Call, Grads, Kernel, Saved, State
 from ..kernels.native.blocks import LibraryKernel
 from ..kernels.native.lowering import LibraryCall, Rect
 from ..plan.tiles import Tile
@@ -17,13 +17,17 @@ from .fit import row_bytes
 from .meter import Meter
 from .rates import Band, Rate, band_of, seconds, turned
 
-_FP32, _HALF = 4, 2
+_FP32 = 4
 _SQUARE = ("cudnn",)  # libraries that take one block at a time, of as many keys as queries
 
 
-def stand_in(name: str, headdim: int, meter: Meter) -> Kernel:
-    """For the kernel of this name; ValueError if the GPU has no rate for it."""
-    rates = tuple(meter.gpu.rate(name, way, headdim) for way in (FORWARD, BACKWARD))
+def stand_in(name: str, headdim: int, meter: Meter, sustained: bool) -> Kernel:
+    """For the kernel of this name; ValueError if the GPU has no rate for it.
+
+    `sustained`: at the clock that the GPU's power limit allows in long work.
+    """
+    forward, backward = (meter.gpu.rate(name, way, headdim) for way in (FORWARD, BACKWARD))
+    rates = forward.at_clock(sustained), backward.at_clock(sustained)
     if name in LIBRARIES:
         return _PricedLibraryKernel(_PricedLibrary(name, meter, *rates))
     return _PricedKernel(name, meter, *rates)
@@ -133,20 +137,6 @@ class _PricedLibraryKernel(LibraryKernel):
     def block_of(self, call: LibraryCall, device: torch.device) -> Any:
         """The call itself: on a device, nobody could look into its table."""
         return call
-
-    def merge(  # type: ignore[override]
-        self, state: State, out: Tensor, lse: Tensor, offset: int, rows: Sequence[Rows], sink: bool
-    ) -> None:
-        """One small launch, that reads and writes what the flags of rows say."""
-        size = sum((each.end - each.start) * _merged(each.bits) for each in rows)
-        meter = self.library.meter  # type: ignore[attr-defined]
-        meter.add(meter.gpu.moving(size * out.shape[0] * out.shape[2] * out.shape[3]))
-
-
-def _merged(bits: int) -> int:
-    """Bytes of each number of a row."""
-    reads = (0 if bits & FIRST else _FP32) + (_HALF if bits & BLOCK else 0)
-    return reads + (_HALF if bits & LAST else _FP32)
 
 
 def _by_queries(tiles: Sequence[Tile]) -> list[list[Band]]:

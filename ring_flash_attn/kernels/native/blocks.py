@@ -100,7 +100,6 @@ class LibraryKernel:
     """
 
     blocks = True
-    merge = staticmethod(merge_rows)  # a block into the state
 
     def __init__(self, library: Library) -> None:
         self.name, self.library = library.name, library
@@ -119,7 +118,7 @@ class LibraryKernel:
         for lowered, block in launch.calls:
             rows, columns = slice(*lowered.query_rows), slice(*lowered.key_rows)
             out, lse = self.library.forward(q[:, rows], k[:, columns], v[:, columns], block, call)
-            self.merge(state, out, lse, rows.start, lowered.rows, call.sink)
+            merge_rows(state, out, lse, rows.start, lowered.rows, call.sink)
 
     def backward(
         self,
