@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape
 
-from ..bench.replays.results import LANES, NETWORK, Replay
+from ..bench.replays.results import Bar, LANES, NETWORK, Replay
 from ..bench.workload import BACKWARD, FORWARD
 from ..plan.layout import SplitLayout
 from .schedule import LONGER, Patch, Schedule, colour, percent
@@ -201,16 +201,20 @@ def draw_timeline(replay: Replay) -> str:
     """The picture of what `replay(…, timeline=True)` recorded."""
     if not replay.timeline:
         raise ValueError("nothing was recorded: replay(…, timeline=True)")
-    end = max(bar.end for bar in replay.timeline)
-    used = {bar.lane for bar in replay.timeline}
+    return draw_bars(f"{replay.ours.name}, {replay.title}", replay.note, replay.timeline)
+
+
+def draw_bars(title: str, note: str, bars: Sequence[Bar]) -> str:
+    """The picture of one rank: what it computes, and what travels meanwhile."""
+    end = max(bar.end for bar in bars)
+    used = {bar.lane for bar in bars}
     left, lanes = _MARGIN + _LABELS, [lane for lane in LANES if lane in used or lane != NETWORK]
     scale = (_WIDTH - left - _MARGIN) / end
     fills = {name: colour(rank, 2) for rank, name in enumerate((FORWARD, BACKWARD))}
-    title = f"{replay.ours.name}, {replay.title}"
     swatches = [(fill, 12.0, name) for name, fill in fills.items()]
     parts = [
         _write(_MARGIN, 26, title, 16, extra='font-weight="600"'),
-        _write(_MARGIN, 44, replay.note, 11),
+        _write(_MARGIN, 44, note, 11),
         *_legend([*swatches, ("", 0.0, "numbers: steps")], _WIDTH, 63.0)[0],
     ]
     below = _TOP + len(lanes) * _BAR
@@ -219,7 +223,7 @@ def draw_timeline(replay: Replay) -> str:
         parts.append(_write(left + time * scale, below + 14, f"{time:.3g} ms", 10, anchor))
     tops = {lane: _TOP + number * _BAR for number, lane in enumerate(lanes)}
     parts += [_write(_MARGIN, top + 17, lane, 12) for lane, top in tops.items()]
-    for bar in replay.timeline:
+    for bar in bars:
         x, width = left + bar.start * scale, (bar.end - bar.start) * scale
         fill = fills[bar.direction]
         parts += _bar(x, tops[bar.lane], width, _BAR - 8, fill, int(bar.label))
