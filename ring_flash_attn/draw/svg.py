@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape
 
-from ..bench.replays.results import Bar, LANES, NETWORK, Replay
+from ..bench.replays.results import LANES, NETWORK, Bar, Replay
 from ..bench.workload import BACKWARD, FORWARD
 from ..plan.layout import SplitLayout
 from .schedule import LONGER, Patch, Schedule, colour, percent

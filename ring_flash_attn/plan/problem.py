@@ -62,6 +62,13 @@ class Problem:
             self._memo[key] = make()
         return cast(Made, self._memo[key])
 
+    def share(self, other: Problem) -> None:
+        """Take over what another problem knows of the same layout, documents and mask."""
+        same = ("layout", "lengths_q", "lengths_k", "world_size", "mask")
+        assert all(getattr(self, name) == getattr(other, name) for name in same)
+        known = ((key, made) for key, made in other._memo.items() if hasattr(Problem, str(key[0])))
+        self._memo.update(known)
+
     @_once
     def spans(self, side: Side, rank: int) -> tuple[Span, ...]:
         """What `rank` holds of one side."""

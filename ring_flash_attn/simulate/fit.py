@@ -1,8 +1,8 @@
 """Rates from points: the least squares of relative errors, in plain Python.
 
-The time of a launch is linear in three numbers that the bodies of kernels do not change: seconds of
-a block, of a program, of a launch; and a fourth, what a block takes longer in long work, when the
-GPU's power limit has lowered its clock. What passes over rows take before and after a backward
+The time of a launch is linear in four numbers: seconds of a block, what a block that is cut takes
+longer, what a launch takes besides; and what a block takes longer in long work, when the GPU's
+power limit has lowered its clock. What passes over rows take before and after a backward
 kernel is subtracted first.
 """
 
@@ -16,9 +16,6 @@ from ..bench.workload import BACKWARD
 from .points import Point
 from .rates import Rate, seconds
 
-# Rows and columns of blocks in which all kernels of Hopper here leave out what a mask hides.
-ROWS, COLUMNS = 64, 128
-NO_PROGRAM = False
 _ENOUGH = 6  # points for a fit of their own
 _FP32 = 4
 
@@ -45,10 +42,10 @@ def predicted(rate: Rate, point: Point, sms: int, bandwidth: float, launch: floa
     return kernel + around(point, bandwidth, launch)
 
 
-def fit(points: Sequence[Point], sms: int, bandwidth: float, launch: float, kind: Rate) -> Rate:
+def fit(points: Sequence[Point], sms: int, bandwidth: float, launch: float, ordered: bool) -> Rate:
     """The rate of one kernel in one direction, from all points of one head dimension."""
-    names = ("block", "launch", "cut") if NO_PROGRAM else ("block", "program", "launch", "cut")
-    none = replace(kind, block=0.0, program=0.0, launch=0.0)
+    names = ("block", "launch", "cut")
+    none = Rate(0.0, 0.0, ordered=ordered)
     units = [replace(none, **{name: 1.0}) for name in names]  # type: ignore[arg-type]
     lines = []
     for point in points:
@@ -59,7 +56,7 @@ def fit(points: Sequence[Point], sms: int, bandwidth: float, launch: float, kind
     found = _not_negative(lines, [1.0] * len(lines))
     values = dict(zip((*names, "slower"), found))
     sources = ", ".join(sorted({point.source for point in points}))
-    return replace(none, **values, source=sources)
+    return replace(none, **values, source=sources)  # type: ignore[arg-type]
 
 
 def rescaled(
@@ -79,12 +76,12 @@ def rate_of(
     sms: int,
     bandwidth: float,
     launch: float,
-    kind: Rate,
+    ordered: bool,
     like: Rate | None,
 ) -> Rate | None:
     """A fit if there are enough points, else another rate that is scaled to them."""
     if len(points) >= _ENOUGH:
-        return fit(points, sms, bandwidth, launch, kind)
+        return fit(points, sms, bandwidth, launch, ordered)
     if not points or like is None:
         return None
     return rescaled(like, points, sms, bandwidth, launch)

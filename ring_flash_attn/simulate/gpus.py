@@ -6,19 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from .fit import COLUMNS, ROWS, rate_of
+from .fit import rate_of
 from .machine import Gpu, RateKey
 from .points import Point, read_points
 from .rates import Rate
 
-# Fitted constants. No source states them; they are the same for all GPUs and kernels, and are
-# fitted on half of the rows of the stored replays (benchmarks/simulated.py).
+# Fitted constants, with those of `rates` and `meter`: no source states them. They are the same for
+# all GPUs and kernels, and are fitted on half of the rows of the stored replays.
 MOVED = 0.85  # share of the memory's nominal bandwidth that copies, sums and merges reach
 LAUNCH = 4e-6  # seconds that a small launch takes, whatever its size
-STATE = 0.5  # share of a carried state's bytes whose time a launch does not hide
-POST = 15e-6  # seconds that a post keeps the compute stream from its work
+POST = 20e-6  # seconds that a post keeps the compute stream from its work
 INTERFERENCE = 0.0  # share of its speed that compute loses while messages are under way
-
 # Kernels whose longest programs begin first.
 _ORDERED = ("triton", "cute", "fa3", "fa4", "ffa")
 
@@ -60,11 +58,8 @@ def find_gpu(name: str) -> Gpu:
     rates = _rates(found, card)
     sources = {"SMs, memory bandwidth": _NOMINAL}
     sources |= {f"{kernel} {way} {dim}": rate.source for (kernel, way, dim), rate in rates.items()}
-    estimated = {key for key, rate in rates.items() if rate.estimated}
-    bandwidth = card.bandwidth * MOVED
-    return Gpu(
-        found, card.sms, bandwidth, LAUNCH, STATE, POST, rates, sources, frozenset(estimated)
-    )
+    estimated = frozenset(key for key, rate in rates.items() if rate.estimated)
+    return Gpu(found, card.sms, card.bandwidth * MOVED, LAUNCH, POST, rates, sources, estimated)
 
 
 def _rates(name: str, card: _Card) -> dict[RateKey, Rate]:
@@ -81,8 +76,8 @@ def _rates(name: str, card: _Card) -> dict[RateKey, Rate]:
         kernel, way, _ = key
         like = next((r for (k, w, _), r in found.items() if (k, w) == (kernel, way)), None)
         like = like or others.get(key)
-        kind = Rate(0.0, 0.0, 0.0, rows=ROWS, columns=COLUMNS, ordered=kernel in _ORDERED)
-        rate = rate_of(points[key], card.sms, bandwidth, LAUNCH, kind, like)
+        ordered = kernel in _ORDERED
+        rate = rate_of(points[key], card.sms, bandwidth, LAUNCH, ordered, like)
         if rate is not None:
             found[key] = rate
     for key, rate in others.items():

@@ -19,7 +19,6 @@ class Gpu:
     sms: int
     bandwidth: float  # bytes in a second that copies and sums read and write
     launch: float  # seconds of a small launch: a copy, a sum, a merge
-    state: float  # share of a carried state's bytes that a launch does not hide
     post: float  # seconds that a post keeps the compute stream from its work
     rates: Mapping[RateKey, Rate]
     sources: Mapping[str, str] = field(default_factory=dict)  # of each number, by its name

@@ -16,15 +16,14 @@ from ..kernels.merge import merging
 from .machine import Gpu
 from .timeline import Stage
 
-GATHERED = 1.2  # times as long as a copy: rows by number
-ADDED = 4.0  # likewise: rows added by number, atomically
+ADDED = 4.0  # times as long as a sum: rows that are added by number (fitted; see `gpus`)
 _FP32, _HALF = 4, 2  # bytes
 _aten = torch.ops.aten
 _FREE = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
 _ROWS = {  # operations on some rows of a tensor: which argument has as many, and how often it moves
-    _aten.index_select.default: (None, 2 * GATHERED),
-    _aten.index_select.out: (None, 2 * GATHERED),
-    _aten.index_copy_.default: (3, 2 * GATHERED),
+    _aten.index_select.default: (None, 2),
+    _aten.index_select.out: (None, 2),
+    _aten.index_copy_.default: (3, 2),
     _aten.index_add_.default: (3, 3 * ADDED),
 }
 _WRITES = {_aten.zero_.default, _aten.fill_.Scalar, _aten.zeros.default, _aten.zeros_like.default}

@@ -17,8 +17,9 @@ from torch import Tensor
 from ..bench.workload import BACKWARD, BOTH, FORWARD, Placement, Workload, call_of
 from ..engine.attention import LocalRank, PreparedCall, backward, forward
 from ..engine.executor import Pool
-from ..engine.prepare import planned
 from ..kernels.base import Call, as_block
+from ..plan.buffers import BufferPlan
+from ..plan.build import make_plan
 from ..plan.problem import Problem
 from ..plan.steps import Side
 from .fit import predicted
@@ -69,7 +70,10 @@ def price_rank(
     Raises:
         ValueError: the GPU has no rate for this kernel and head dimension.
     """
-    plans, call = planned(placement.route, problem, rank), call_of(workload, _META)
+    call = call_of(workload, _META)
+    plans = [
+        BufferPlan(make_plan(placement.route, problem, rank, way), problem) for way in (False, True)
+    ]
     q, k, v, dout = (
         torch.empty(shape, dtype=call.dtype, device=_META)
         for shape in _shapes(workload, problem, rank)
@@ -98,6 +102,11 @@ def price_rank(
 
 def is_hot(share: Workload, kernel: str, gpu: Gpu) -> bool:
     """Whether a kernel does a rank's own tokens so fast that long work goes at a lower clock."""
+    return share.flops(BOTH) / seconds_alone(share, kernel, gpu) / 1e12 > HOT
+
+
+def seconds_alone(share: Workload, kernel: str, gpu: Gpu) -> float:
+    """Both passes of a rank's own tokens, on one device."""
     headdim = max(share.headdim, share.headdim_v or 0)
     time = 0.0
     for way in (FORWARD, BACKWARD):
@@ -106,7 +115,7 @@ def is_hot(share: Workload, kernel: str, gpu: Gpu) -> bool:
         point = Point(gpu.name, kernel, way, *sizes, share.causal, 0.0, False, "")
         rate = gpu.rate(kernel, way, headdim)
         time += predicted(rate, point, gpu.sms, gpu.bandwidth, gpu.launch)
-    return share.flops(BOTH) / time / 1e12 > HOT
+    return time
 
 
 def _shapes(workload: Workload, problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:

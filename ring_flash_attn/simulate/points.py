@@ -65,8 +65,8 @@ def _read(path: Path) -> Iterable[Point]:
                 for each in ("batch", "nheads", "nheads_k", "headdim", "headdim_v")
             }
             yield Point(
-                **{each: row[each] for each in ("gpu", "kernel", "passes", "source")},
-                **sizes,
+                **{each: row[each] for each in ("gpu", "kernel", "passes", "source")},  # type: ignore[arg-type]
+                **sizes,  # type: ignore[arg-type]
                 lengths=tuple(map(int, row["lengths"].split())),
                 causal=row["causal"] == "True",
                 ms=float(row["ms"]),

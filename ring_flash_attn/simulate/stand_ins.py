@@ -56,7 +56,7 @@ class _PricedKernel:
         if state.out.dtype is torch.float32:
             rows = {t.query.start: t.query.length * (2 - t.first - t.last) for t in tiles}
             size = sum(rows.values()) * heads * (call.headdim_v + 1) * _FP32
-            self._meter.add(gpu.state * size / gpu.bandwidth)
+            self._meter.add(size / gpu.bandwidth)
 
     def backward(
         self,

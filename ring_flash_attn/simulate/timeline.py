@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..bench.links import INSIDE as INSIDE
 from ..bench.links import LEVELS, Topology
+from ..bench.links import OUTSIDE as OUTSIDE
 
 COMPUTE = "compute"
 LANES = (COMPUTE, *LEVELS)  # of a rank

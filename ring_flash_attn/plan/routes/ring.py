@@ -132,9 +132,13 @@ def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
     on our own keys hides their way here. Backward, the last one is a single rank, as nothing hides
     the way home of its gradients.
     """
-    size, ranks, most = problem.world_size, range(problem.world_size), problem.sources_per_launch
-    if most == 1:
+    if problem.sources_per_launch == 1:
         return None
+    return problem.remember(("groups", backward), lambda: _make_groups(problem, backward))
+
+
+def _make_groups(problem: Problem, backward: bool) -> list[Groups] | None:
+    size, ranks, most = problem.world_size, range(problem.world_size), problem.sources_per_launch
     sources = [
         [(rank - hop) % size for hop in ranks[1:] if problem.needed(rank, (rank - hop) % size)]
         for rank in ranks

@@ -1,0 +1,92 @@
+"""Candidates: every layout, route and parameter that a workload could be spread by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from ..bench.links import Topology
+from ..bench.workload import Placement, Workload, problem_of
+from ..plan.build import route_names
+from ..plan.layout import SplitLayout, get_layout, layout_names
+from ..plan.steps import Side
+
+_NODE = 64  # ranks: of more that exchange heads, only what the topology says
+_PIECES = 500_000  # spans of all ranks: more would take minutes to plan
+_SOURCES = (1, 2, 4, 8)  # sources_per_launch, besides the library's own choice
+Refused = tuple[Placement, str]  # and why
+
+
+def candidates(
+    workload: Workload,
+    world_size: int,
+    topology: Topology,
+    kernel: str,
+    layouts: Sequence[str] = (),
+    routes: Sequence[str] = (),
+) -> tuple[list[Placement], list[Refused]]:
+    """What there is to choose from, and what cannot be, with the reason.
+
+    A parameter that does not go with a route is left out; what a route itself refuses is listed.
+    """
+    found: list[Placement] = []
+    refused: list[Refused] = []
+    for layout in layouts or _layouts(workload):
+        pieces = _pieces(workload, Placement(world_size, layout, "ring", kernel))
+        if pieces > _PIECES:
+            why = f"it cuts documents into {pieces:,} pieces, more than {_PIECES:,}"
+            refused += [
+                (Placement(world_size, layout, route, kernel), why)
+                for route in routes or route_names()
+            ]
+            continue
+        for route in routes or route_names():
+            plain = Placement(world_size, layout, route, kernel)
+            reason = _why_not(workload, plain)
+            if reason is not None:
+                refused.append((plain, reason))
+                continue
+            more = (
+                Placement(world_size, layout, route, kernel, **parameters)
+                for parameters in _parameters(workload, world_size, topology)
+            )
+            found += [each for each in (plain, *more) if _why_not(workload, each) is None]
+    return found, refused
+
+
+def _pieces(workload: Workload, placement: Placement) -> int:
+    """About how many spans all ranks have together."""
+    problem = problem_of(workload, placement)
+    return len(problem.spans(Side.QUERY, placement.world_size // 2)) * placement.world_size
+
+
+def _layouts(workload: Workload) -> Iterator[str]:
+    """All; of one sequence flat layouts are those per document."""
+    for name in layout_names():
+        layout = get_layout(name)
+        flat = isinstance(layout, SplitLayout) and layout.flat
+        if not flat or len(workload.lengths) > 1:
+            yield name
+
+
+def _parameters(
+    workload: Workload, world_size: int, topology: Topology
+) -> Iterator[dict[str, Any]]:
+    """Each by itself; routes refuse those that they do not have."""
+    heads = workload.nheads_k
+    divisors = (n for n in range(2, min(world_size, _NODE + 1)) if world_size % n == 0)
+    nodes = [topology.ranks_per_node] if topology.ranks_per_node else []
+    yield from chain(
+        ({"sources_per_launch": n} for n in _SOURCES if n < world_size),
+        ({"heads_k_stride": n} for n in (1, 2, 4, heads // 2) if n < heads and heads % n == 0),
+        ({"ranks_per_node": n} for n in sorted({*divisors, *nodes}) if world_size % n == 0),
+    )
+
+
+def _why_not(workload: Workload, placement: Placement) -> str | None:
+    try:
+        problem_of(workload, placement)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,0 +1,239 @@
+"""The planner: which layout, route, kernel and parameters a workload should take on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..bench.documents import Histogram, pack_of
+from ..bench.links import Link, Topology, find_link
+from ..bench.workload import BACKWARD, FORWARD, PRESETS, Placement, Workload, problem_of
+from ..kernels.base import AUTO, check_kernel, kernel_names
+from ..plan.problem import Problem
+from .candidates import candidates
+from .choice import Choice, Refused
+from .forecast import ALL, Forecast, forecast, sample
+from .gpus import INTERFERENCE, find_gpu
+from .machine import Gpu, Machine
+from .plans import seconds_alone
+
+_SEQLEN = 8192  # tokens of a rank, if the user does not say
+_FINALISTS = 6  # that are priced in full, at least
+_OTHERS = 2  # of the best, priced with other kernels, too
+_PLAIN = {"world_size", "layout", "route"}  # of a placement without parameters
+_MIB = 2**20
+Report = Callable[[str], None]
+
+
+def plan_for(
+    *,
+    world_size: int,
+    topology: Topology | Link | str,
+    gpu: str = "H200",
+    preset: str | None = None,
+    seqlen: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    documents: str | Path | Histogram | None = None,
+    seed: int | None = None,
+    document_cap: float | None = None,
+    memory_limit: int | None = None,
+    kernel: str | None = None,
+    layouts: Sequence[str] = (),
+    routes: Sequence[str] = (),
+    report: Report = lambda line: None,
+    **workload: Any,
+) -> Choice:
+    """Rank layouts × routes × kernels × parameters by what they would take on a machine.
+
+    Args:
+        world_size: number of ranks.
+        topology: what lies between them: a `Topology`, a `Link`, or the name of one.
+        gpu: "H200", "H100", "H800", "A100" or "A800".
+        preset: the name of a model's shape; other arguments change it.
+        seqlen: tokens of a rank; by default 8192.
+        cu_seqlens: packed documents: offsets in the whole stream over all ranks.
+        documents: packed documents that are drawn from a histogram, with `seed` and `document_cap`.
+        memory_limit: bytes that a rank may hold beside inputs, outputs and gradients.
+        kernel: the only one to consider; by default every one that there are rates for.
+        layouts, routes: the only ones to consider; by default all.
+        report: gets lines that say what is being done.
+        workload: batch, nheads, nheads_k, headdim, dtype, causal, … as in `Workload`.
+
+    Raises:
+        ValueError: a wrong argument; no placement is possible, or fits into `memory_limit`.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be positive, not {world_size}")
+    whole = _workload(
+        world_size, preset, seqlen, cu_seqlens, workload, documents, seed, document_cap
+    )
+    found = find_link(topology) if isinstance(topology, str) else topology
+    if found is None:
+        raise ValueError("topology 'none': a plan needs to know what lies between ranks")
+    machine = Machine(find_gpu(gpu), Topology.of(found), INTERFERENCE)
+    return plan_workload(
+        whole,
+        world_size,
+        machine,
+        memory_limit=memory_limit,
+        kernel=kernel,
+        layouts=layouts,
+        routes=routes,
+        report=report,
+    )
+
+
+def _workload(
+    world_size: int,
+    preset: str | None,
+    seqlen: int | None,
+    cu_seqlens: Sequence[int] | None,
+    changes: Mapping[str, Any],
+    documents: str | Path | Histogram | None,
+    seed: int | None,
+    document_cap: float | None,
+) -> Workload:
+    """That of all ranks."""
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    start = PRESETS["llama3-8b" if preset is None else preset].to_dict()
+    known = set(Workload.__dataclass_fields__) - {"seqlen", "cu_seqlens", "drawn"}
+    for name in changes:
+        if name not in known:
+            raise TypeError(f"plan_for has no argument {name!r}")
+    tokens = world_size * (_SEQLEN if seqlen is None else seqlen)
+    pack = pack_of(tokens, cu_seqlens, documents, seed, document_cap)
+    if seqlen is not None and cu_seqlens is not None and cu_seqlens[-1] != tokens:
+        raise ValueError(
+            f"cu_seqlens ends at {cu_seqlens[-1]}, but {world_size} ranks of {seqlen} have {tokens}"
+        )
+    batch = {"batch": 1} if pack else {}
+    return Workload(**{**start, **batch, **changes, "seqlen": tokens, **pack})
+
+
+def plan_workload(
+    workload: Workload,
+    world_size: int,
+    machine: Machine,
+    *,
+    memory_limit: int | None = None,
+    kernel: str | None = None,
+    layouts: Sequence[str] = (),
+    routes: Sequence[str] = (),
+    report: Report = lambda line: None,
+) -> Choice:
+    """The same for a workload of all ranks together; see `plan_for`."""
+    kernels = kernels_for(workload, machine.gpu, kernel)
+    every, impossible = candidates(
+        workload, world_size, machine.topology, kernels[0], layouts, routes
+    )
+    search = _Search(workload, machine, report)
+    rough = search.rough(every)
+    rough, too_large = _that_fit(rough, memory_limit)
+    ranked: list[Forecast] = []
+    while rough and (
+        len(ranked) < _FINALISTS or rough[0].seconds < min(each.seconds for each in ranked)
+    ):
+        ranked.append(search.price(rough.pop(0).placement))
+    for best in sorted(ranked, key=_seconds)[:_OTHERS]:
+        others = (replace(best.placement, kernel=name) for name in kernels[1:])
+        ranked += [search.price(other) for other in others]
+    ranked, more = _that_fit(ranked, memory_limit)
+    refused = [Refused(placement, why) for placement, why in impossible]
+    refused += [*too_large, *more]
+    if not ranked:
+        reasons = "; ".join(f"{each.placement}: {each.why}" for each in refused[:3])
+        raise ValueError(f"no placement is possible: {reasons}")
+    ranked.sort(key=_seconds)
+    return Choice(workload, machine, tuple(ranked), tuple(rough), tuple(refused))
+
+
+def _seconds(found: Forecast) -> float:
+    return found.seconds
+
+
+class _Search:
+    """Prices candidates; what problems of one layout know, they share.
+
+    A few ranks of each candidate are priced first. They are never slower than all ranks together,
+    which wait for each other: so who is slower than another in full, by a few ranks, is out.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine, report: Report) -> None:
+        self._workload, self._machine, self._report = workload, machine, report
+        self._known: dict[str, tuple[Problem, tuple[int, ...]]] = {}
+
+    def rough(self, every: Sequence[Placement]) -> list[Forecast]:
+        """A few ranks of each, the best first; of many ranks, parameters for the best alone."""
+        if every and every[0].world_size > ALL:
+            plain = [each for each in every if each.to_dict().keys() == _PLAIN]
+            first = self.rough_of(plain)
+            best = {(each.placement.layout, each.placement.route) for each in first[:_OTHERS]}
+            rest = [each for each in every if (each.layout, each.route) in best]
+            return self.distinct([*first, *self.rough_of([p for p in rest if p not in plain])])
+        return self.distinct(self.rough_of(every))
+
+    def rough_of(self, every: Sequence[Placement]) -> list[Forecast]:
+        """A few ranks of each, the best first."""
+        return sorted((self.price(each, few=True) for each in every), key=_seconds)
+
+    def price(self, placement: Placement, few: bool = False) -> Forecast:
+        """All chosen ranks of a placement, or a few."""
+        self._report(str(placement) + ("" if few else ", all chosen ranks"))
+        problem = problem_of(self._workload, placement)
+        if placement.layout not in self._known:
+            self._known[placement.layout] = problem, sample(problem)
+        other, ranks = self._known[placement.layout]
+        if problem is not other:
+            problem.share(other)
+        if few:
+            ranks = tuple(dict.fromkeys((ranks[0], 0, placement.world_size - 1)))
+        return forecast(self._workload, placement, self._machine, problem, ranks)
+
+    @staticmethod
+    def distinct(found: Sequence[Forecast]) -> list[Forecast]:
+        """The best first, without those that are another one by another name."""
+        seen: dict[tuple[object, ...], Forecast] = {}
+        for each in sorted(found, key=_seconds):
+            times = round(each.forward * 1e7), round(each.backward * 1e7)  # 0.1 microseconds
+            seen.setdefault((*times, each.memory, each.received, each.slowest), each)
+        return list(seen.values())
+
+
+def _that_fit(found: Sequence[Forecast], limit: int | None) -> tuple[list[Forecast], list[Refused]]:
+    """Those that hold no more than the limit, and the others."""
+    if limit is None:
+        return list(found), []
+    why = "holds {:.0f} MiB, more than the limit of {:.0f}"
+    large = [each for each in found if each.memory > limit]
+    refused = [
+        Refused(each.placement, why.format(each.memory / _MIB, limit / _MIB)) for each in large
+    ]
+    return [each for each in found if each.memory <= limit], refused
+
+
+def kernels_for(workload: Workload, gpu: Gpu, kernel: str | None) -> tuple[str, ...]:
+    """Those with rates for the head dimension, the fastest on 8192 tokens first.
+
+    ValueError where there is none, or not for the one that is asked for.
+    """
+    headdim = max(workload.headdim, workload.headdim_v or 0)
+    if kernel is not None and kernel != AUTO:
+        check_kernel(kernel)
+        for way in (FORWARD, BACKWARD):
+            gpu.rate(kernel, way, headdim)
+        return (kernel,)
+    known = {
+        name
+        for name, way, dim in gpu.rates
+        if dim == headdim and way == FORWARD and name in kernel_names()
+    }
+    if not known:
+        dims = ", ".join(sorted({str(dim) for _, _, dim in gpu.rates}))
+        raise ValueError(
+            f"headdim {headdim}: no kernel has a rate for it on {gpu.name}; there are {dims}"
+        )
+    share = replace(workload, batch=1, cu_seqlens=None, drawn=None, seqlen=_SEQLEN)
+    return tuple(sorted(known, key=lambda name: (seconds_alone(share, name, gpu), name)))
