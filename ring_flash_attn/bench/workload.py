@@ -300,12 +300,17 @@ class Placement:
         """As in files."""
         return NONE if self.link is None else self.link.name
 
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Those of the route that are not left to it."""
+        names = ("heads_k_stride", "sources_per_launch", "ranks_per_node")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as in rows of results, where the kernel is the implementation."""
         values = {"world_size": self.world_size, "layout": self.layout, "route": self.route}
-        names = ("heads_k_stride", "sources_per_launch", "ranks_per_node")
-        more = {name: getattr(self, name) for name in names}
-        return {**values, **{name: value for name, value in more.items() if value is not None}}
+        return {**values, **self.parameters}
 
     def describe(self, workload: Workload) -> dict[str, Any]:
         """A workload in rows of results: `seqlen` is that of a rank."""

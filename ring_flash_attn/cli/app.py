@@ -16,6 +16,7 @@ from .diff import diff
 from .draw import draw
 from .info import info, version_lines
 from .link import link
+from .plan import plan
 from .profile import profile
 from .replay import replay
 from .report import report
@@ -71,7 +72,7 @@ class Command(TyperCommand):
 app = typer.Typer(
     name="rfa", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-_ALL = (verify, info, draw, tune, replay, link, bench, compare, ring, profile, diff, report)
+_ALL = (verify, info, draw, plan, tune, replay, link, bench, compare, ring, profile, diff, report)
 for command in _ALL:
     app.command(cls=Command)(command)
 

@@ -169,6 +169,11 @@ class Problem:
         needs = self._needs()
         return functools.reduce(or_, (needs[rank] for rank in query_ranks), 0)
 
+    def whose(self, query_rank: int) -> set[int]:
+        """All ranks whose keys these queries see."""
+        bits = bin(self._needs()[query_rank])[:1:-1]
+        return {rank for rank, bit in enumerate(bits) if bit == "1"}
+
     @_once
     def _needs(self) -> tuple[int, ...]:
         """For each rank, whose keys its queries see: a bit for each."""

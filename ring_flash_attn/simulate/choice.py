@@ -10,7 +10,6 @@ from .forecast import Forecast
 from .machine import Machine
 
 _FORMAT, _VERSION = "ring_flash_attn plan", 1
-_NAMED = ("world_size", "layout", "route")  # of a placement's values: what a line of Python has
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +48,11 @@ class Choice:
     def python(self) -> str:
         """One line that calls attention like the best."""
         placement, workload = self.best.placement, self.workload
-        values = placement.to_dict()
         parts = {
             "layout": placement.layout,
             "route": placement.route,
             "kernel": placement.kernel,
-            **{name: values[name] for name in values if name not in _NAMED},
+            **placement.parameters,
             **({"causal": True} if workload.causal else {}),
             **({"window_size": workload.window} if workload.window != (-1, -1) else {}),
         }

@@ -22,7 +22,6 @@ from .plans import seconds_alone
 _SEQLEN = 8192  # tokens of a rank, if the user does not say
 _FINALISTS = 6  # that are priced in full, at least
 _OTHERS = 2  # of the best, priced with other kernels, too
-_PLAIN = {"world_size", "layout", "route"}  # of a placement without parameters
 _MIB = 2**20
 Report = Callable[[str], None]
 
@@ -168,7 +167,7 @@ class _Search:
     def rough(self, every: Sequence[Placement]) -> list[Forecast]:
         """A few ranks of each, the best first; of many ranks, parameters for the best alone."""
         if every and every[0].world_size > ALL:
-            plain = [each for each in every if each.to_dict().keys() == _PLAIN]
+            plain = [each for each in every if not each.parameters]
             first = self.rough_of(plain)
             best = {(each.placement.layout, each.placement.route) for each in first[:_OTHERS]}
             rest = [each for each in every if (each.layout, each.route) in best]

@@ -71,9 +71,9 @@ def price_rank(
         ValueError: the GPU has no rate for this kernel and head dimension.
     """
     call = call_of(workload, _META)
-    plans = [
+    plans = tuple(
         BufferPlan(make_plan(placement.route, problem, rank, way), problem) for way in (False, True)
-    ]
+    )
     q, k, v, dout = (
         torch.empty(shape, dtype=call.dtype, device=_META)
         for shape in _shapes(workload, problem, rank)
@@ -85,7 +85,7 @@ def price_rank(
     for is_backward in (False, True):
         meter, pool = Meter(gpu), _CountingPool()
         kernel = stand_in(placement.kernel, headdim, meter, sustained)
-        local = LocalRank(*plans, pool)
+        local = LocalRank(plans[0], plans[1], pool)
         prepared = PreparedCall((local,), kernel, call, lambda end=meter: [end])  # type: ignore
         with meter:
             if is_backward:

@@ -139,10 +139,7 @@ def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
 
 def _make_groups(problem: Problem, backward: bool) -> list[Groups] | None:
     size, ranks, most = problem.world_size, range(problem.world_size), problem.sources_per_launch
-    sources = [
-        [(rank - hop) % size for hop in ranks[1:] if problem.needed(rank, (rank - hop) % size)]
-        for rank in ranks
-    ]
+    sources = [_sources(problem, rank) for rank in ranks]
     last = backward and any(sources)
     if most is None:
         if _talk_to_many(sources):
@@ -153,6 +150,12 @@ def _make_groups(problem: Problem, backward: bool) -> list[Groups] | None:
         return by_size(sources, problem.received(), limit, LAUNCHES - 1, _MOST_TOKENS, last)
     longest = max(map(len, sources)) - last
     return [split(each, -(-longest // most), last) for each in sources]
+
+
+def _sources(problem: Problem, rank: int) -> list[int]:
+    """Whose keys a rank needs, the next ones below it first."""
+    others = problem.whose(rank) - {rank}
+    return sorted(others, key=lambda owner: (rank - owner) % problem.world_size)
 
 
 def _talk_to_many(sources: list[list[int]]) -> bool:
