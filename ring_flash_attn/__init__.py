@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .api.virtual import virtual_ring_attention as virtual_ring_attention
     from .plan.balanced import Balanced as Balanced
     from .plan.tiles import Mask as Mask
+    from .simulate.planner import plan_for as plan_for
 
     __version__: str
 
@@ -48,6 +49,7 @@ _HOMES = {
     "context_parallel": ".api.torch_context_parallel",
     "context_parallel_unshard": ".api.torch_context_parallel",
     "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",
+    "plan_for": ".simulate.planner",
     "position_ids": ".api.sharding",
     "prepare_hf_model": ".adapters",
     "prepare": ".api.preparing",

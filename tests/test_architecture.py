@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {*CORE - {"adapters"}, "bench", "draw"},
     "lab": {*CORE - {"adapters"}, "bench", "draw"},
     "cli": {*CORE, "bench", "verify", "draw", "report", "lab", "simulate"},
-    "__init__": {"api", "adapters"},
+    "__init__": {"api", "adapters", "simulate"},
 }
 
 

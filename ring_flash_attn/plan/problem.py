@@ -169,10 +169,16 @@ class Problem:
         needs = self._needs()
         return functools.reduce(or_, (needs[rank] for rank in query_ranks), 0)
 
+    @_once
     def whose(self, query_rank: int) -> set[int]:
         """All ranks whose keys these queries see."""
         bits = bin(self._needs()[query_rank])[:1:-1]
         return {rank for rank, bit in enumerate(bits) if bit == "1"}
+
+    @_once
+    def wanted_by(self, key_rank: int) -> set[int]:
+        """All ranks whose queries see these keys."""
+        return {rank for rank, bits in enumerate(self._needs()) if bits >> key_rank & 1}
 
     @_once
     def _needs(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ kernel is subtracted first.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -62,13 +63,13 @@ def fit(points: Sequence[Point], sms: int, bandwidth: float, launch: float, orde
 def rescaled(
     rate: Rate, points: Sequence[Point], sms: int, bandwidth: float, launch: float
 ) -> Rate:
-    """A rate made faster or slower by one factor, to meet some points."""
+    """A rate made faster or slower by one factor, the median of some points."""
     logs = [
         math.log(predicted(rate, point, sms, bandwidth, launch) / (point.ms * 1e-3))
         for point in points
     ]
     sources = ", ".join(sorted({point.source for point in points}))
-    return replace(rate.faster(math.exp(sum(logs) / len(logs)), sources), estimated=False)
+    return replace(rate.faster(math.exp(statistics.median(logs)), sources), estimated=False)
 
 
 def rate_of(

@@ -86,13 +86,9 @@ def circulate(problem: Problem, rank: int, side: Side, direction: int, returns: 
 
 def _stays(problem: Problem, owner: int, side: Side, direction: int) -> tuple[int, int]:
     """First and last step at which a shard away from home is needed; (0, 0) if it never is."""
-    away = []
-    for step in range(1, problem.world_size):
-        host = (owner + direction * step) % problem.world_size
-        query_rank, key_rank = (host, owner) if side is Side.KEY else (owner, host)
-        if problem.needed(query_rank, key_rank):
-            away.append(step)
-    return (away[0], away[-1]) if away else (0, 0)
+    hosts = (problem.wanted_by if side is Side.KEY else problem.whose)(owner) - {owner}
+    away = [direction * (host - owner) % problem.world_size for host in hosts]
+    return (min(away), max(away)) if away else (0, 0)
 
 
 def _leap(problem: Problem, rank: int, groups: Sequence[Groups], backward: bool) -> list[Step]:
