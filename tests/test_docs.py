@@ -52,6 +52,7 @@ DOCUMENTS = [
     "docs/training.md",
     "docs/huggingface.md",
     "docs/kernels.md",
+    "docs/planner.md",
     "docs/benchmarks.md",
     "docs/design.md",
     "docs/kernel-log.md",

@@ -39,7 +39,9 @@ def plan(
     document_cap: o.DocumentCap = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences.")] = None,
     nheads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
-    nheads_k: Annotated[int | None, typer.Option(min=1, help="KV heads.")] = None,
+    nheads_k: Annotated[
+        int | None, typer.Option(min=1, help="Of keys; by default as many.")
+    ] = None,
     headdim: Annotated[int | None, typer.Option(min=1, help="Head dimension.")] = None,
     causal: o.Causal = None,
     window: o.Window = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -51,14 +52,12 @@ def _most_at_once(extents: Sequence[Extent]) -> int:
 
 def _place(extents: Sequence[Extent], order: Sequence[int]) -> tuple[list[int], int]:
     offsets, end = [0] * len(extents), 0
-    placed: list[int] = []
+    in_use: defaultdict[int, list[int]] = defaultdict(list)  # by step: what has its place
     for number in order:
         size, first, last = extents[number]
-        taken = sorted(
-            (offsets[n], offsets[n] + extents[n].size)
-            for n in placed
-            if extents[n].first <= last and first <= extents[n].last
-        )
+        steps = range(first, last + 1)
+        others = {other for step in steps for other in in_use[step]}
+        taken = sorted((offsets[n], offsets[n] + extents[n].size) for n in others)
         offset = 0
         for start, stop in taken:
             if start - offset >= size:
@@ -66,5 +65,6 @@ def _place(extents: Sequence[Extent], order: Sequence[int]) -> tuple[list[int], 
             offset = max(offset, stop)
         offsets[number] = offset
         end = max(end, offset + size)
-        placed.append(number)
+        for step in steps:
+            in_use[step].append(number)
     return offsets, end

@@ -18,6 +18,7 @@ from .timeline import COMPUTE, INSIDE, OUTSIDE, Timeline, run
 
 ALL = 16  # ranks of which all are priced
 _SCANNED = 32  # of more ranks, those that are asked for their pairs
+Passes = tuple[PricedPass, PricedPass]  # forward, backward
 _LANES = {COMPUTE: COMPUTE_LANE, INSIDE: TRANSFERS, OUTSIDE: NETWORK}
 
 
@@ -62,13 +63,17 @@ def forecast(
     machine: Machine,
     problem: Problem,
     ranks: Sequence[int],
+    known: dict[int, Passes] | None = None,
 ) -> Forecast:
-    """Price some ranks of a placement.
+    """Price some ranks of a placement, but for those that are `known`; more become known.
 
     If these are all, they wait for each other; otherwise the rest are as early as they are.
     """
-    chosen = tuple(ranks)
-    priced = {rank: price_rank(workload, placement, problem, rank, machine.gpu) for rank in chosen}
+    chosen, known = tuple(ranks), {} if known is None else known
+    for rank in chosen:
+        if rank not in known:
+            known[rank] = price_rank(workload, placement, problem, rank, machine.gpu)
+    priced = {rank: known[rank] for rank in chosen}
     first, second = (
         run(
             {rank: passes[way].stages for rank, passes in priced.items()},

@@ -14,7 +14,7 @@ from ..kernels.base import AUTO, check_kernel, kernel_names
 from ..plan.problem import Problem
 from .candidates import candidates
 from .choice import Choice, Refused
-from .forecast import ALL, Forecast, forecast, sample
+from .forecast import ALL, Forecast, Passes, forecast, sample
 from .gpus import INTERFERENCE, find_gpu
 from .machine import Gpu, Machine
 from .plans import seconds_alone
@@ -163,6 +163,7 @@ class _Search:
     def __init__(self, workload: Workload, machine: Machine, report: Report) -> None:
         self._workload, self._machine, self._report = workload, machine, report
         self._known: dict[str, tuple[Problem, tuple[int, ...]]] = {}
+        self._priced: dict[Placement, dict[int, Passes]] = {}
 
     def rough(self, every: Sequence[Placement]) -> list[Forecast]:
         """A few ranks of each, the best first; of many ranks, parameters for the best alone."""
@@ -189,7 +190,8 @@ class _Search:
             problem.share(other)
         if few:
             ranks = tuple(dict.fromkeys((ranks[0], 0, placement.world_size - 1)))
-        return forecast(self._workload, placement, self._machine, problem, ranks)
+        priced = self._priced.setdefault(placement, {})
+        return forecast(self._workload, placement, self._machine, problem, ranks, priced)
 
     @staticmethod
     def distinct(found: Sequence[Forecast]) -> list[Forecast]:
