@@ -12,7 +12,7 @@ from rich.table import Table
 from ..bench.links import NONE
 from ..bench.results import check_output
 from ..kernels.base import AUTO
-from ..simulate.choice import Choice
+from ..simulate.ranking import Ranking
 from . import options as o
 from .console import print_lines, screen, status, usage_errors, write
 from .options import parse_offsets, parse_window
@@ -119,7 +119,7 @@ def plan(
         write(console, draw_bars(title, note, choice.best.bars), svg)
 
 
-def _table(choice: Choice, top: int) -> Table:
+def _table(choice: Ranking, top: int) -> Table:
     """The best, and what there is to say about the others."""
     found = Table(title=f"{choice.workload} on {choice.machine}")
     for name in ("layout × route × kernel", "parameters"):
@@ -137,7 +137,7 @@ def _table(choice: Choice, top: int) -> Table:
     return found
 
 
-def _notes(choice: Choice) -> Iterator[str]:
+def _notes(choice: Ranking) -> Iterator[str]:
     """What was priced, what was refused, what nobody has measured, and how to use it."""
     ranks, size = choice.best.ranks, choice.best.placement.world_size
     priced = "all ranks" if len(ranks) == size else f"ranks {', '.join(map(str, sorted(ranks)))}"

@@ -13,11 +13,11 @@ from ..bench.workload import BACKWARD, FORWARD, PRESETS, Placement, Workload, pr
 from ..kernels.base import AUTO, check_kernel, kernel_names
 from ..plan.problem import Problem
 from .candidates import candidates
-from .choice import Choice, Refused
 from .forecast import ALL, Forecast, Passes, forecast, sample
 from .gpus import INTERFERENCE, find_gpu
 from .machine import Gpu, Machine
 from .plans import seconds_alone
+from .ranking import Ranking, Refused
 
 _SEQLEN = 8192  # tokens of a rank, if the user does not say
 _FINALISTS = 6  # that are priced in full, at least
@@ -43,7 +43,7 @@ def plan_for(
     routes: Sequence[str] = (),
     report: Report = lambda line: None,
     **workload: Any,
-) -> Choice:
+) -> Ranking:
     """Rank layouts × routes × kernels × parameters by what they would take on a machine.
 
     Args:
@@ -122,7 +122,7 @@ def plan_workload(
     layouts: Sequence[str] = (),
     routes: Sequence[str] = (),
     report: Report = lambda line: None,
-) -> Choice:
+) -> Ranking:
     """The same for a workload of all ranks together; see `plan_for`."""
     kernels = kernels_for(workload, machine.gpu, kernel)
     every, impossible = candidates(
@@ -146,7 +146,7 @@ def plan_workload(
         reasons = "; ".join(f"{each.placement}: {each.why}" for each in refused[:3])
         raise ValueError(f"no placement is possible: {reasons}")
     ranked.sort(key=_seconds)
-    return Choice(workload, machine, tuple(ranked), tuple(rough), tuple(refused))
+    return Ranking(workload, machine, tuple(ranked), tuple(rough), tuple(refused))
 
 
 def _seconds(found: Forecast) -> float:

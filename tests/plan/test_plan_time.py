@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from unittest import mock
 
 import pytest
@@ -160,3 +160,33 @@ def test_a_pack_is_planned_in_milliseconds(layout: str, route: str) -> None:
             assert BufferPlan(make_plan(route, problem, rank, backward), problem).moves
         taken.append(time.process_time() - started)
     assert min(taken) < 0.03
+
+
+@layouts
+@settings(max_examples=20)
+@given(data=st.data())
+def test_who_sees_whom_is_found_pair_by_pair(layout: str, data: st.DataObject) -> None:
+    problem = data.draw(problems(layout))
+    ranks = range(problem.world_size)
+    for rank in ranks:
+        assert problem.whose(rank) == {each for each in ranks if problem.needed(rank, each)}
+        assert problem.wanted_by(rank) == {each for each in ranks if problem.needed(each, rank)}
+
+
+def test_what_a_problem_shares_changes_no_plan() -> None:
+    """Its documents and their spans; not what depends on heads or routes."""
+
+    def problem(nheads_k: int, sources: int | None) -> Problem:
+        lengths = (90, 3, 400)
+        return Problem(
+            get_layout("zigzag"), lengths, lengths, 4, Mask(right=0), nheads_k, nheads_k, sources
+        )
+
+    known, alone, shared = problem(2, None), problem(4, 2), problem(4, 2)
+    for rank in range(4):
+        make_plan("ring", known, rank, True)
+    shared.share(known)
+    for route, rank in product(route_names(), range(4)):
+        for backward in (False, True):
+            made = [make_plan(route, each, rank, backward) for each in (alone, shared)]
+            assert made[0] == made[1]

@@ -11,25 +11,25 @@ import pytest
 from ring_flash_attn.bench.links import Link, Topology
 from ring_flash_attn.bench.workload import Placement
 from ring_flash_attn.plan.build import route_names
-from ring_flash_attn.simulate.choice import Choice
 from ring_flash_attn.simulate.planner import plan_for
+from ring_flash_attn.simulate.ranking import Ranking
 
 SLOW = Link("slow", 1e8, 1e-5)
 SMALL = {"world_size": 4, "seqlen": 1024, "nheads": 8, "nheads_k": 2, "kernel": "triton"}
 
 
 @pytest.fixture(scope="module")
-def small() -> Choice:
+def small() -> Ranking:
     return plan_for(topology="nvlink4", memory_limit=100 * 2**20, **SMALL)
 
 
-def test_all_routes_are_candidates(small: Choice) -> None:
+def test_all_routes_are_candidates(small: Ranking) -> None:
     found = [*small.ranked, *small.slower, *small.refused]
     # Without nodes, a mesh is an all-to-all.
     assert {each.placement.route for each in found} >= set(route_names()) - {"mesh"}
 
 
-def test_the_best_is_the_fastest(small: Choice) -> None:
+def test_the_best_is_the_fastest(small: Ranking) -> None:
     times = [each.seconds for each in small.ranked]
     assert times == sorted(times)
     assert all(each.seconds >= small.best.seconds for each in small.slower)
@@ -37,7 +37,7 @@ def test_the_best_is_the_fastest(small: Choice) -> None:
     assert all(each.memory <= 100 * 2**20 for each in (*small.ranked, *small.slower))
 
 
-def test_others_have_a_reason(small: Choice) -> None:
+def test_others_have_a_reason(small: Ranking) -> None:
     assert small.why(small.best) == ""
     for each in (*small.ranked[1:], *small.slower):
         assert "% slower: " in small.why(each)
@@ -45,14 +45,14 @@ def test_others_have_a_reason(small: Choice) -> None:
         assert each.why
 
 
-def test_one_line_of_python_makes_the_call(small: Choice) -> None:
+def test_one_line_of_python_makes_the_call(small: Ranking) -> None:
     placement = small.best.placement
     assert f"layout={placement.layout!r}, route={placement.route!r}" in small.python
     assert "causal=True, seqlen=4096, group=group)" in small.python
     compile(small.python, "line", "eval")
 
 
-def test_a_file_has_it_all(small: Choice) -> None:
+def test_a_file_has_it_all(small: Ranking) -> None:
     values = json.loads(json.dumps(small.to_dict()))
     assert values["format"] == "ring_flash_attn plan"
     assert len(values["ranked"]) == len(small.ranked)
@@ -60,7 +60,7 @@ def test_a_file_has_it_all(small: Choice) -> None:
     assert values["gpu"] == "H200"
 
 
-def test_equal_calls_choose_alike(small: Choice) -> None:
+def test_equal_calls_choose_alike(small: Ranking) -> None:
     again = plan_for(topology="nvlink4", memory_limit=100 * 2**20, **SMALL)
     assert again.to_dict() == small.to_dict()
 

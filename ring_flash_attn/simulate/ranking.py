@@ -21,7 +21,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Ranking:
     """What the planner found: forecasts, the best first, and what else there was."""
 
     workload: Workload  # over all ranks
