@@ -13,10 +13,12 @@ from pathlib import Path
 
 from ..bench.links import LINKS, Topology
 from ..bench.workload import BOTH, FORWARD, Placement, Workload, problem_of
+from .forecast import sample
 from .gpus import INTERFERENCE, find_gpu
 from .plans import price_rank
 from .timeline import run
 
+FUNCTIONS = "ring_h200.json"  # the slowest of three ranks of each distributed function
 FILES = ("replays_h200.json", "replay_kernels_h200.json")
 
 
@@ -102,3 +104,63 @@ def predict(workload: Workload, placement: Placement, rank: int) -> dict[str, fl
 
 def _key(workload: Workload, placement: Placement, rank: int) -> Key:
     return str(placement), placement.sources_per_launch or 0, workload.packed, rank
+
+
+def functions(folder: Path) -> Iterator[tuple[str, str, float, float]]:
+    """Distributed functions: name, passes, measured and predicted ms of the slowest rank.
+
+    None of these rows was used to fit anything, and most have other layouts or routes.
+    """
+    predicted: dict[str, dict[str, float]] = {}
+    for row in json.loads((folder / FUNCTIONS).read_text())["rows"]:
+        at, values = row["placement"], dict(row["workload"])
+        name, size = at["function"], at["world_size"]
+        if name not in predicted:
+            values["seqlen"] *= size
+            parameters = [at.get(each) for each in ("heads_k_stride", "sources_per_launch")]
+            placement = Placement(
+                size, at["layout"], at["route"], row["implementation"], *parameters
+            )
+            workload = Workload.from_dict(values)
+            busiest = sample(problem_of(workload, placement))[0]
+            ranks = [predict(workload, placement, rank) for rank in {0, busiest, size - 1}]
+            predicted[name] = {way: max(each[way] for each in ranks) for way in (FORWARD, BOTH)}
+        measured = statistics.median(row["samples_ms"])
+        yield name, row["passes"], measured, predicted[name][row["passes"]]
+
+
+def function_table(folder: Path) -> list[str]:
+    """That of docs/planner.md."""
+    lines = ["| function | passes | measured, ms | predicted | error |", "|---|---|---|---|---|"]
+    for name, passes, measured, predicted in functions(folder):
+        what = "forward + backward" if passes == BOTH else passes
+        error = _percent(predicted / measured - 1, "+")
+        lines.append(f"| `{name}` | {what} | {measured:.2f} | {predicted:.2f} | {error} |")
+    return lines
+
+
+def tables(rows: Iterable[Replayed]) -> list[str]:
+    """Those of docs/planner.md: both halves, and by kernel, layout and route."""
+    rows = list(rows)
+    lines = ["| | rows | median error | worst | within 10 % |", "|---|---|---|---|---|"]
+    for name, half in (("fitted", True), ("tested", False)):
+        errors = [abs(row.error) for row in rows if row.fitted is half]
+        numbers = f"{_percent(statistics.median(errors))} | {_percent(max(errors))}"
+        within = sum(error <= 0.1 for error in errors)
+        lines.append(f"| {name} | {len(errors)} | {numbers} | {within} |")
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        what = "documents" if row.workload.packed else "one document"
+        where = f"{row.placement.layout} × {row.placement.route}"
+        groups.setdefault((row.placement.kernel, where, what), []).append(row.error)
+    lines += ["", "| kernel | layout × route | tokens | rows | median error | from … to |"]
+    lines.append("|---|---|---|---|---|---|")
+    for (kernel, where, what), errors in sorted(groups.items()):
+        middle = _percent(statistics.median(map(abs, errors)))
+        span = f"{_percent(min(errors), '+')} … {_percent(max(errors), '+')}"
+        lines.append(f"| `{kernel}` | {where} | {what} | {len(errors)} | {middle} | {span} |")
+    return lines
+
+
+def _percent(share: float, sign: str = "") -> str:
+    return f"{100 * share:{sign}.1f} %".replace("-", "−")
