@@ -13,7 +13,7 @@ from ..plan.layout import Span
 from ..plan.problem import Problem
 from ..plan.steps import Side
 from .machine import Machine
-from .plans import PricedPass, price_rank
+from .plans import PricedPass, is_hot, price_rank
 from .timeline import COMPUTE, INSIDE, OUTSIDE, Timeline, run
 
 ALL = 16  # ranks of which all are priced
@@ -70,9 +70,11 @@ def forecast(
     If these are all, they wait for each other; otherwise the rest are as early as they are.
     """
     chosen, known = tuple(ranks), {} if known is None else known
+    if not known.keys() >= set(chosen):
+        hot = is_hot(workload.share(problem.world_size), placement.kernel, machine.gpu)
     for rank in chosen:
         if rank not in known:
-            known[rank] = price_rank(workload, placement, problem, rank, machine.gpu)
+            known[rank] = price_rank(workload, placement, problem, rank, machine.gpu, hot)
     priced = {rank: known[rank] for rank in chosen}
     first, second = (
         run(

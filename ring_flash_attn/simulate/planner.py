@@ -163,6 +163,7 @@ class _Search:
     def __init__(self, workload: Workload, machine: Machine, report: Report) -> None:
         self._workload, self._machine, self._report = workload, machine, report
         self._known: dict[str, tuple[Problem, tuple[int, ...]]] = {}
+        self._problems: dict[Placement, Problem] = {}
         self._priced: dict[Placement, dict[int, Passes]] = {}
 
     def rough(self, every: Sequence[Placement]) -> list[Forecast]:
@@ -182,16 +183,23 @@ class _Search:
     def price(self, placement: Placement, few: bool = False) -> Forecast:
         """All chosen ranks of a placement, or a few."""
         self._report(str(placement) + ("" if few else ", all chosen ranks"))
-        problem = problem_of(self._workload, placement)
+        problem = self._problem(placement)
         if placement.layout not in self._known:
             self._known[placement.layout] = problem, sample(problem)
-        other, ranks = self._known[placement.layout]
-        if problem is not other:
-            problem.share(other)
+        _, ranks = self._known[placement.layout]
         if few:
             ranks = tuple(dict.fromkeys((ranks[0], 0, placement.world_size - 1)))
         priced = self._priced.setdefault(placement, {})
         return forecast(self._workload, placement, self._machine, problem, ranks, priced)
+
+    def _problem(self, placement: Placement) -> Problem:
+        """That of a placement, whatever the kernel; with what is known of its layout."""
+        key = replace(placement, kernel=AUTO)
+        if key not in self._problems:
+            problem = self._problems[key] = problem_of(self._workload, placement)
+            if placement.layout in self._known:
+                problem.share(self._known[placement.layout][0])
+        return self._problems[key]
 
     @staticmethod
     def distinct(found: Sequence[Forecast]) -> list[Forecast]:

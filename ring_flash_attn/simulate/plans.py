@@ -63,23 +63,31 @@ class _CountingPool(Pool):
 
 
 def price_rank(
-    workload: Workload, placement: Placement, problem: Problem, rank: int, gpu: Gpu
+    workload: Workload,
+    placement: Placement,
+    problem: Problem,
+    rank: int,
+    gpu: Gpu,
+    sustained: bool | None = None,
 ) -> tuple[PricedPass, PricedPass]:
     """The forward and the backward pass of one rank.
+
+    `sustained`: at the clock of long work; by default as `is_hot` says.
 
     Raises:
         ValueError: the GPU has no rate for this kernel and head dimension.
     """
     call = call_of(workload, _META)
-    plans = tuple(
-        BufferPlan(make_plan(placement.route, problem, rank, way), problem) for way in (False, True)
+    plans = problem.remember(
+        ("priced", placement.route, rank), lambda: _plans(placement.route, problem, rank)
     )
     q, k, v, dout = (
         torch.empty(shape, dtype=call.dtype, device=_META)
         for shape in _shapes(workload, problem, rank)
     )
     headdim = max(workload.headdim, workload.headdim_v or 0)
-    sustained = is_hot(workload.share(placement.world_size), placement.kernel, gpu)
+    if sustained is None:
+        sustained = is_hot(workload.share(placement.world_size), placement.kernel, gpu)
     found: list[PricedPass] = []
     result: Any = None
     for is_backward in (False, True):
@@ -98,6 +106,11 @@ def price_rank(
         found.append(PricedPass(meter.finished(), meter.launches, pool.size + kept))
     first, second = found
     return first, second
+
+
+def _plans(route: str, problem: Problem, rank: int) -> tuple[BufferPlan, BufferPlan]:
+    forward, backward = (make_plan(route, problem, rank, way) for way in (False, True))
+    return BufferPlan(forward, problem), BufferPlan(backward, problem)
 
 
 def is_hot(share: Workload, kernel: str, gpu: Gpu) -> bool:
