@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import product
 
 import pytest
@@ -148,6 +150,13 @@ def test_wrong_schedules_are_refused(schedule: dict[int, list[Stage]], text: str
 def test_a_wrong_interference_is_refused() -> None:
     with pytest.raises(ValueError, match="interference must be at least 0"):
         run({}, FAST, interference=1)
+
+
+@pytest.mark.parametrize("module", ["timeline", "rates", "machine", "gpus", "fit", "points"])
+def test_schedules_of_others_are_priced_without_torch(module: str) -> None:
+    code = f"import sys, ring_flash_attn.simulate.{module}; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
 
 
 def test_nothing_takes_no_time() -> None:
