@@ -54,6 +54,7 @@ DOCUMENTS = [
     "docs/kernels.md",
     "docs/planner.md",
     "docs/benchmarks.md",
+    "docs/predictions.md",
     "docs/design.md",
     "docs/kernel-log.md",
     "docs/lab/README.md",

@@ -1,0 +1,1 @@
+"""What others have published of their libraries, and what the simulator says of it."""
