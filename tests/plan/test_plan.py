@@ -348,7 +348,8 @@ def test_all_gather_goes_by_head_groups(backward: bool) -> None:
 
 
 def test_an_unknown_route_is_named_with_the_choices() -> None:
-    names = "all_gather, all_to_all, double_ring, mesh, ring, query_ring"
+    names = ", ".join(route_names())
+    assert {"ring", "all_gather"} <= set(route_names())
     with pytest.raises(ValueError, match=f"'carrier_pigeon'.*{names}"):
         make_plan("carrier_pigeon", causal("zigzag", 8, 2), 0)
 
