@@ -116,27 +116,31 @@ def _bars(first: Timeline, second: Timeline, rank: int) -> tuple[Bar, ...]:
 
 
 def sample(problem: Problem) -> tuple[int, ...]:
-    """The busiest first. All ranks if they are few; else it, who receives most, first and last.
+    """The busiest first. All ranks if they are few; else these, who receives most, first and last.
 
-    By the pairs of a rank's own queries, and by the keys that these see; of many ranks, those of
-    every so many.
+    One by the pairs of a rank's own queries, one by those of its own keys, as routes move either;
+    and one by the keys that its queries see. Of many ranks, those of every so many are asked.
     """
     size = problem.world_size
     scanned: Sequence[int] = range(size)
     if size > _SCANNED:
         scanned = sorted({round(n * (size - 1) / (_SCANNED - 1)) for n in range(_SCANNED)})
-    busiest = max(scanned, key=lambda rank: (_pairs(problem, rank), rank))
+    busiest = [
+        max(scanned, key=lambda rank: (_pairs(problem, side, rank), rank))
+        for side in (Side.QUERY, Side.KEY)
+    ]
     if size <= ALL:
-        return (busiest, *(rank for rank in range(size) if rank != busiest))
+        return tuple(dict.fromkeys((*busiest, *range(size))))
     most = max(scanned, key=lambda rank: (_seen(problem, rank), -rank))
-    return tuple(dict.fromkeys((busiest, most, 0, size - 1)))
+    return tuple(dict.fromkeys((*busiest, most, 0, size - 1)))
 
 
-def _pairs(problem: Problem, rank: int) -> int:
-    """Pairs of a rank's own queries, one head."""
+def _pairs(problem: Problem, side: Side, rank: int) -> int:
+    """Pairs of a rank's own queries, or of its own keys, one head."""
+    count = _row if side is Side.QUERY else _column
     return sum(
-        sum(_row(problem, span, position) for position in _ends(span)) * span.length // 2
-        for span in problem.spans(Side.QUERY, rank)
+        sum(count(problem, span, position) for position in _ends(span)) * span.length // 2
+        for span in problem.spans(side, rank)
     )
 
 
@@ -150,6 +154,15 @@ def _row(problem: Problem, span: Span, position: int) -> int:
     keys, mask = problem.lengths_k[span.document], problem.mask
     low = 0 if mask.left is None else max(0, position - mask.left)
     high = keys - 1 if mask.right is None else min(keys - 1, position + mask.right)
+    return max(0, high - low + 1)
+
+
+def _column(problem: Problem, span: Span, position: int) -> int:
+    """Queries that see the key at a position of a span's document."""
+    keys, mask = problem.lengths_k[span.document], problem.mask
+    first = keys - problem.lengths_q[span.document]
+    low = first if mask.right is None else max(first, position - mask.right)
+    high = keys - 1 if mask.left is None else min(keys - 1, position + mask.left)
     return max(0, high - low + 1)
 
 

@@ -20,6 +20,7 @@ from .plans import seconds_alone
 from .ranking import Ranking, Refused
 
 _SEQLEN = 8192  # tokens of a rank, if the user does not say
+_FEW = 3  # ranks of a candidate that are priced first
 _FINALISTS = 6  # that are priced in full, at least
 _OTHERS = 2  # of the best, priced with other kernels, too
 _MIB = 2**20
@@ -188,7 +189,7 @@ class _Search:
             self._known[placement.layout] = problem, sample(problem)
         _, ranks = self._known[placement.layout]
         if few:
-            ranks = tuple(dict.fromkeys((ranks[0], 0, placement.world_size - 1)))
+            ranks = ranks[:_FEW]
         priced = self._priced.setdefault(placement, {})
         return forecast(self._workload, placement, self._machine, problem, ranks, priced)
 

@@ -11,6 +11,11 @@ import pytest
 from ring_flash_attn.bench.links import Link, Topology
 from ring_flash_attn.bench.workload import Placement
 from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.layout import get_layout
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.steps import Side
+from ring_flash_attn.plan.tiles import Mask
+from ring_flash_attn.simulate.forecast import sample
 from ring_flash_attn.simulate.planner import plan_for
 from ring_flash_attn.simulate.ranking import Ranking
 
@@ -122,3 +127,22 @@ def test_a_thousand_ranks_and_five_thousand_documents_in_time(tmp_path: Path) ->
     assert {0, 1023} <= set(found.best.ranks)
     assert isinstance(found.best.placement, Placement)
     assert taken < 60
+
+
+@pytest.mark.parametrize("layout", ["flat_contiguous", "zigzag"])
+def test_ranks_with_most_pairs_are_priced_whatever_travels(layout: str) -> None:
+    """Where queries travel, a rank computes the pairs of its own keys."""
+    lengths, size = (700, 40, 90, 410, 300, 20), 24
+    problem = Problem(get_layout(layout), lengths, lengths, size, Mask(right=0))
+
+    def pairs(rank: int, side: Side) -> int:
+        return sum(
+            position + 1 if side is Side.QUERY else lengths[span.document] - position
+            for span in problem.spans(side, rank)
+            for position in (span.position + span.stride * i for i in range(span.length))
+        )
+
+    chosen = sample(problem)
+    for side in Side:
+        most = max(pairs(rank, side) for rank in range(size))
+        assert max(pairs(rank, side) for rank in chosen[:2]) == most
