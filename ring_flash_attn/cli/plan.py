@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -12,10 +12,12 @@ from rich.table import Table
 from ..bench.links import NONE
 from ..bench.results import check_output
 from ..kernels.base import AUTO
-from ..simulate.ranking import Ranking
 from . import options as o
 from .console import print_lines, screen, status, usage_errors, write
 from .options import parse_offsets, parse_window
+
+if TYPE_CHECKING:
+    from ..simulate.ranking import Ranking
 
 _MIB, _GIB = 2**20, 2**30
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..bench.documents import Histogram, pack_of
 from ..bench.links import Link, Topology, find_link
 from ..bench.workload import BACKWARD, FORWARD, PRESETS, Placement, Workload, problem_of
+from ..engine.checks import check_integer
 from ..kernels.base import AUTO, check_kernel, kernel_names
 from ..plan.problem import Problem
 from .candidates import candidates
@@ -54,7 +55,8 @@ def plan_for(
         preset: the name of a model's shape; other arguments change it.
         seqlen: tokens of a rank; by default 8192.
         cu_seqlens: packed documents: offsets in the whole stream over all ranks.
-        documents: packed documents that are drawn from a histogram, with `seed` and `document_cap`.
+        documents, seed, document_cap: packed documents that are drawn from a histogram: its name or
+            file, the seed, and the largest share of all tokens that a document may have.
         memory_limit: bytes that a rank may hold beside inputs, outputs and gradients.
         kernel: the only one to consider; by default every one that there are rates for.
         layouts, routes: the only ones to consider; by default all.
@@ -64,8 +66,10 @@ def plan_for(
     Raises:
         ValueError: a wrong argument; no placement is possible, or fits into `memory_limit`.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be positive, not {world_size}")
+    world_size = check_integer("world_size", world_size, 1)
+    seqlen = None if seqlen is None else check_integer("seqlen", seqlen, 1)
+    if memory_limit is not None:
+        memory_limit = check_integer("memory_limit", memory_limit, 1)
     whole = _workload(
         world_size, preset, seqlen, cu_seqlens, workload, documents, seed, document_cap
     )

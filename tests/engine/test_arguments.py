@@ -507,6 +507,9 @@ ATTENTION = tuple(ring_flash_attn.api.__all__)
 WHOLE = [name for name, (_, form) in FUNCTIONS.items() if form in ("func", "")]
 
 
+PLANNER = "plan_for"  # in tests/simulate: each of its calls takes a second
+
+
 def test_every_public_function_is_tried() -> None:
     others = {case.function.__name__ for _, case in other_cases()}
     functions = {
@@ -514,7 +517,7 @@ def test_every_public_function_is_tried() -> None:
         for name in ring_flash_attn.__all__
         if not isinstance(getattr(ring_flash_attn, name), type)
     }
-    assert {*ATTENTION, *others, *HUGGING_FACE} == functions
+    assert {*ATTENTION, *others, *HUGGING_FACE, PLANNER} == functions
 
 
 @pytest.mark.parametrize("name", WHOLE)

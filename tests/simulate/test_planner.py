@@ -88,7 +88,7 @@ def test_nodes_make_the_mesh_a_candidate() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"world_size": 0}, "world_size must be positive, not 0"),
+        ({"world_size": 0}, "world_size must be a positive integer of 64 bits, not 0"),
         ({"topology": "none"}, "topology 'none': a plan needs to know"),
         ({"topology": "token ring"}, "unknown link 'token ring'"),
         ({"gpu": "P100"}, "unknown GPU 'P100'"),
@@ -105,6 +105,13 @@ def test_nodes_make_the_mesh_a_candidate() -> None:
 def test_what_cannot_be_planned_is_refused(changes: dict, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         plan_for(**{"topology": "nvlink4", "layouts": ["zigzag"], **SMALL, **changes})
+
+
+@pytest.mark.parametrize("name", ["world_size", "seqlen", "memory_limit"])
+@pytest.mark.parametrize("value", [2.0, True, "4"])
+def test_numbers_are_integers(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a positive integer"):
+        plan_for(**{"topology": "nvlink4", **SMALL, name: value})
 
 
 def test_unknown_arguments_are_refused() -> None:
