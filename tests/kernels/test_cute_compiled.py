@@ -131,7 +131,7 @@ def test_a_folder_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*arguments: Any, **options: Any) -> None:
         raise PermissionError("permission denied")
 
-    monkeypatch.setenv("RFA_CUTE_CACHE", "/root/not-ours")
+    monkeypatch.setenv("RFA_CUTE_CACHE", "/not-ours")
     monkeypatch.setattr(os, "stat", denied)
     monkeypatch.setattr(stored.Path, "mkdir", denied)
     assert compiled.load_or_compile("forward", "traits", lambda: "compiled") == "compiled"
