@@ -13,7 +13,8 @@ from ..plan.layout import SplitLayout, get_layout, layout_names
 from ..plan.steps import Side
 
 _NODE = 64  # ranks: of more that exchange heads, only what the topology says
-_PIECES = 500_000  # spans of all ranks: more would take minutes to plan
+_PIECES = 25_000  # spans of all ranks: each route and kernel would take seconds a rank
+_MOST_PIECES = 500_000  # of layouts that the user names: more would take minutes
 _SOURCES = (1, 2, 4, 8)  # sources_per_launch, besides the library's own choice
 Refused = tuple[Placement, str]  # and why
 
@@ -32,10 +33,11 @@ def candidates(
     """
     found: list[Placement] = []
     refused: list[Refused] = []
+    most = _MOST_PIECES if layouts else _PIECES
     for layout in layouts or _layouts(workload):
         pieces = _pieces(workload, Placement(world_size, layout, "ring", kernel))
-        if pieces > _PIECES:
-            why = f"it cuts documents into {pieces:,} pieces, more than {_PIECES:,}"
+        if pieces > most:
+            why = f"it cuts documents into {pieces:,} pieces, more than {most:,}"
             refused += [
                 (Placement(world_size, layout, route, kernel), why)
                 for route in routes or route_names()

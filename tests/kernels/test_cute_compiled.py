@@ -131,6 +131,7 @@ def test_a_folder_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*arguments: Any, **options: Any) -> None:
         raise PermissionError("permission denied")
 
+    stored.fingerprint()  # reads the kernels' sources, which may be read
     monkeypatch.setenv("RFA_CUTE_CACHE", "/not-ours")
     monkeypatch.setattr(os, "stat", denied)
     monkeypatch.setattr(stored.Path, "mkdir", denied)
