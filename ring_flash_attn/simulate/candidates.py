@@ -14,6 +14,7 @@ from ..plan.steps import Side
 
 _NODE = 64  # ranks: of more that exchange heads, only what the topology says
 _PIECES = 10_000  # spans of all ranks: each route and kernel would take seconds a rank
+_EACH = 32  # of a rank, which is never too many
 _MOST_PIECES = 500_000  # of layouts that the user names: more would take minutes
 _SOURCES = (1, 2, 4, 8)  # sources_per_launch, besides the library's own choice
 Refused = tuple[Placement, str]  # and why
@@ -33,7 +34,7 @@ def candidates(
     """
     found: list[Placement] = []
     refused: list[Refused] = []
-    most = _MOST_PIECES if layouts else _PIECES
+    most = _MOST_PIECES if layouts else max(_PIECES, _EACH * world_size)
     for layout in layouts or _layouts(workload):
         pieces = _pieces(workload, Placement(world_size, layout, "ring", kernel))
         if pieces > most:
