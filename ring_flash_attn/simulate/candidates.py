@@ -14,7 +14,7 @@ from ..plan.steps import Side
 
 _NODE = 64  # ranks: of more that exchange heads, only what the topology says
 _PIECES = 10_000  # spans of all ranks: each route and kernel would take seconds a rank
-_EACH = 32  # of a rank, which is never too many
+_EACH = 32  # so many for each rank are never too many
 _MOST_PIECES = 500_000  # of layouts that the user names: more would take minutes
 _SOURCES = (1, 2, 4, 8)  # sources_per_launch, besides the library's own choice
 Refused = tuple[Placement, str]  # and why

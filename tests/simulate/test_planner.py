@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from ring_flash_attn.bench.links import Link, Topology
-from ring_flash_attn.bench.workload import Placement
+from ring_flash_attn.bench.workload import Placement, Workload
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import get_layout
 from ring_flash_attn.plan.problem import Problem
 from ring_flash_attn.plan.steps import Side
 from ring_flash_attn.plan.tiles import Mask
+from ring_flash_attn.simulate.candidates import candidates
 from ring_flash_attn.simulate.forecast import sample
 from ring_flash_attn.simulate.planner import plan_for
 from ring_flash_attn.simulate.ranking import Ranking
@@ -153,3 +154,18 @@ def test_ranks_with_most_pairs_are_priced_whatever_travels(layout: str) -> None:
     for side in Side:
         most = max(pairs(rank, side) for rank in range(size))
         assert max(pairs(rank, side) for rank in chosen[:2]) == most
+
+
+def test_layouts_that_leave_crumbs_are_priced_only_if_they_are_named() -> None:
+    pack = tuple(range(0, 64 * 512 + 1, 64))  # 512 documents: zigzag has 2 pieces of each on a rank
+    workload = Workload(1, pack[-1], 8, 2, 128, True, cu_seqlens=pack)
+    machine = Topology.of(Link("link", 4e11, 1e-5))
+    found, refused = candidates(workload, 32, machine, "triton")
+    assert {each.layout for each in found} >= {"balanced", "flat_contiguous"}
+    assert "zigzag" not in {each.layout for each in found}
+    whys = {each.route: why for each, why in refused if each.layout == "zigzag"}
+    assert set(whys) == set(route_names())
+    assert set(whys.values()) == {"it cuts documents into 32,768 pieces, more than 10,000"}
+    found, refused = candidates(workload, 32, machine, "triton", ["zigzag"], ["ring"])
+    assert {(each.layout, each.route) for each in found} == {("zigzag", "ring")}
+    assert refused == []
