@@ -59,8 +59,9 @@ def batch(headdim: int, length: int, kernel: str = "triton") -> None:
 
 def cute() -> None:
     """Each of its backward's orders of products; launches for each gradient; every feature."""
-    batch(64, 256, "cute")
-    batch(128, 256, "cute")
+    for headdim in (64, 80, 96, 128, 256):
+        batch(headdim, 384, "cute")
+    batch(64, 1024, "cute")
     documents(64, torch.bfloat16, "cute")
     documents(96, torch.float16, "cute", window_size=(50, 0))
     documents(128, torch.bfloat16, "cute", deterministic=True)

@@ -354,7 +354,7 @@ def _order_on_hopper(call: Call) -> tuple[str, str, str]:
     """
     wide = max(call.headdim, call.headdim_v)
     hopper = wide <= 128 and _has_hopper_kernels(call)
-    if call.dropout_p > 0 or (hopper and (wide <= 64 or wide == 128)):
+    if call.dropout_p > 0 or (hopper and (wide <= 32 or wide == 128)):
         return ("triton", "cute", "cudnn")
     if wide <= 64 or hopper:
         return ("cute", "triton", "cudnn")

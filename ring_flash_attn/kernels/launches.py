@@ -70,7 +70,7 @@ _launches: Cache[tuple[object, ...], _Launch] = Cache(_KEPT)
 
 
 def launch_plain(
-    kernel: Any, programs: int, tensors: Sequence[Tensor], numbers: tuple[int, ...]
+    kernel: Any, programs: int, tensors: Sequence[Tensor], numbers: tuple[float, ...]
 ) -> None:
     """Launch a kernel that takes pointers, and then numbers."""
     if programs == 0:

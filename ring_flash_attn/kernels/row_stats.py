@@ -59,21 +59,21 @@ def delta_kernel(
 
 
 @triton.jit
-def lse_in_base_2(lse):
-    """+inf where no key was seen, so that p = 0."""
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+def lse_in_base_2(lse, shift):
+    """And `shift` more; +inf where no key was seen, so that p = 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E + shift)
 
 
 @triton.jit
 def stats_of_rows(
     lse_ptr, delta_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head, e_row,
-    BLOCK: tl.constexpr,
+    shift, BLOCK: tl.constexpr,
 ):
     """A program's pair of batch and head, rows, which there are, lse in base 2, and delta."""
     pair, batch, head, rows, mask = rows_of_pair(length, nheads, count, BLOCK)
     lse = tl.load(lse_ptr + batch * l_batch + head * l_head + rows * l_row, mask=mask)
     delta = tl.load(delta_ptr + batch * e_batch + head * e_head + rows * e_row, mask=mask)
-    return pair, rows, mask, lse_in_base_2(lse), delta
+    return pair, rows, mask, lse_in_base_2(lse, shift), delta
 
 
 @triton.jit
@@ -87,12 +87,12 @@ def store_copies(ptr, x, pair, rows, wide, mask, COPIES: tl.constexpr):
 @triton.jit(do_not_specialize=ANY_NUMBER)
 def copies_kernel(
     lse_ptr, delta_ptr, lse2_ptr, delta2_ptr, length, wide, nheads, count, l_batch, l_head, l_row,
-    e_batch, e_head, e_row, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+    e_batch, e_head, e_row, shift, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Copies of lse and delta."""
     pair, rows, mask, lse, delta = stats_of_rows(
         lse_ptr, delta_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head, e_row,
-        BLOCK,
+        shift, BLOCK,
     )
     store_copies(lse2_ptr, lse, pair, rows, wide, mask, COPIES)
     store_copies(delta2_ptr, delta, pair, rows, wide, mask, COPIES)
@@ -102,7 +102,7 @@ def copies_kernel(
 def prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, lse2_ptr, delta2_ptr, dq_ptr, length, wide, nheads, d, dv, count,
     o_batch, o_row, o_head, g_batch, g_row, g_head, g_last, l_batch, l_head, l_row, q_batch, q_row,
-    q_head, COPIES: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    q_head, shift, COPIES: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ZERO: tl.constexpr,
 ):
     """The same with delta computed here, and zeros for dQ to be added to, in one launch."""
@@ -111,7 +111,7 @@ def prepare_kernel(
         g_head, g_last, BLOCK, DV,
     )
     lse = tl.load(lse_ptr + batch * l_batch + head * l_head + rows * l_row, mask=mask)
-    store_copies(lse2_ptr, lse_in_base_2(lse), pair, rows, wide, mask, COPIES)
+    store_copies(lse2_ptr, lse_in_base_2(lse, shift), pair, rows, wide, mask, COPIES)
     store_copies(delta2_ptr, delta, pair, rows, wide, mask, COPIES)
     if ZERO:
         depth = tl.arange(0, D)
@@ -133,8 +133,12 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
     return found
 
 
-def row_stats(saved: Saved, dout: Tensor, dq: Tensor | None) -> tuple[Tensor, Tensor]:
-    """lse in base 2, +inf where no key was seen, and delta: (batch, head, copy, row).
+def row_stats(
+    saved: Saved, dout: Tensor, dq: Tensor | None, shift: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """lse in base 2 and `shift` more, +inf where no key was seen, and delta.
+
+    Both are (batch, head, copy, row).
 
     TMA begins at multiples of 16 bytes, blocks at any row: so there are four, and the n-th
     begins at row n. Sets dq to zero if there is one.
@@ -144,19 +148,21 @@ def row_stats(saved: Saved, dout: Tensor, dq: Tensor | None) -> tuple[Tensor, Te
     shape = (2, batch, nheads, _COPIES, wide)
     stats = torch.empty(shape, dtype=torch.float32, device=saved.lse.device)
     if saved.out is not None:
-        prepare(saved.out, dout, saved.lse, stats, dq)
+        prepare(saved.out, dout, saved.lse, stats, dq, shift)
         return stats[0], stats[1]
     if dq is not None:
         dq.zero_()
     count = -(-length // _ROWS)
-    strides = (*saved.lse.stride(), *saved.delta.stride())
+    strides = (*saved.lse.stride(), *saved.delta.stride(), shift)
     numbers = (length, wide, nheads, count, *strides, _COPIES, _ROWS)
     tensors = (saved.lse, saved.delta, stats[0], stats[1])
     launch_plain(copies_kernel, count * batch * nheads, tensors, numbers)
     return stats[0], stats[1]
 
 
-def prepare(out: Tensor, dout: Tensor, lse: Tensor, stats: Tensor, dq: Tensor | None) -> None:
+def prepare(
+    out: Tensor, dout: Tensor, lse: Tensor, stats: Tensor, dq: Tensor | None, shift: float
+) -> None:
     """What `row_stats` does, delta included, in one launch."""
     zeros = out if dq is None else dq
     batch, length, nheads, d = zeros.shape
@@ -164,7 +170,7 @@ def prepare(out: Tensor, dout: Tensor, lse: Tensor, stats: Tensor, dq: Tensor | 
     widths = power_of_2(d), power_of_2(dv)
     rows = _NUMBERS // max(widths)
     count = -(-length // rows)
-    strides = (*out.stride()[:3], *dout.stride(), *lse.stride(), *zeros.stride()[:3])
+    strides = (*out.stride()[:3], *dout.stride(), *lse.stride(), *zeros.stride()[:3], shift)
     numbers = (length, stats.shape[-1], nheads, d, dv, count, *strides, _COPIES, rows, *widths)
     tensors = (out, dout, lse, stats[0], stats[1], zeros)
     launch_plain(prepare_kernel, count * batch * nheads, tensors, (*numbers, dq is not None))

@@ -15,7 +15,8 @@ from .tables import Table
 MARGIN = "RFA_SM_MARGIN"
 _PROGRAMS = 8  # for each processor in a section: four times what runs at once
 _COUNTERS = 1024  # launches of captured graphs whose counters need not be set to zero
-_LONGEST = 1.25  # of a program's share of the work: longer pieces are split
+_TOGETHER = 8  # programs that go through the queries of one pair at a time
+_LONGEST = 0.9  # of a program's share of the work: longer pieces are split
 
 
 @cache
@@ -37,11 +38,21 @@ def free_processors(device: torch.device) -> int:
 
 
 def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
-    """How many pairs of batch and head are under way together; see `place` in the kernels."""
+    """How many pairs of batch and head are under way together; see `place` in the kernels.
+
+    Programs that own keys read q and dout, and add to dQ: more of a pair than fits into the L2
+    cache as a rule. They share what they read if several go through the same pair together. And all
+    sections are as wide: a last one with few pairs would not occupy all SMs.
+    """
     sharing = nheads // call.nheads_k  # those with the same keys and values
     if work.level:  # whatever comes last takes as long: there is nothing to win but the cache
         return sharing
-    wanted = -(-_PROGRAMS * processors(call.device) // len(work.blocks))
+    count = len(work.blocks)
+    if work.by_key:
+        sections = -(-pairs * min(_TOGETHER, count) // processors(call.device))
+        wanted = -(-pairs // sections)
+    else:
+        wanted = -(-_PROGRAMS * processors(call.device) // count)
     return min(pairs, -(-wanted // sharing) * sharing)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..plan.layout import Span
-from ..plan.tiles import Tile
+from ..plan.tiles import Tile, band_pairs
 from .device_cache import DeviceCache, to_device
 
 FIRST, LAST = 1, 2  # flags of a block
@@ -71,6 +71,7 @@ class Table:
             the other side.
         halves: much of the work is in blocks that have no more than half of their rows.
         rows: of all blocks: those that tiles name.
+        by_key: these are keys, and the other side is queries.
     """
 
     blocks: Tensor
@@ -81,6 +82,7 @@ class Table:
     total: int
     halves: bool
     rows: int
+    by_key: bool
 
     @property
     def level(self) -> bool:
@@ -89,6 +91,44 @@ class Table:
 
 
 _tables: DeviceCache[Table] = DeviceCache()  # 64 bytes for each block, so a few kilobytes as a rule
+
+
+class LaunchSize(NamedTuple):
+    """How large a launch is, in whole blocks, roughly; see `launch_size`.
+
+    Attributes:
+        items: blocks of rows.
+        longest, total: rows times columns of one item, and of all.
+    """
+
+    items: int
+    longest: float
+    total: float
+
+    def time(self, pairs: int, programs: int) -> float:
+        """Of a launch for so many pairs of batch and head, where an entry takes 1."""
+        if self.longest * self.items <= self.total:  # level: in waves
+            return -(-self.items * pairs // programs) * self.longest
+        return max(self.longest, self.total * pairs / programs)
+
+
+def launch_size(tiles: Sequence[Tile], block: int, loop: int) -> LaunchSize:
+    """Of a launch for queries, without its table."""
+    items, total = 0, 0.0
+    longest: dict[int, float] = {}
+    for query, key, low, high, *_ in tiles:
+        count = -(-query.length // block)
+        most = -(-min(key.length, query.length + high, high - low + block) // loop)
+        cut = (high < key.length - 1) + (low > 1 - query.length)
+        mean = float(most)
+        if cut:
+            seen = band_pairs(query.length, key.length, low, high) / query.length
+            mean = min(mean, (seen + cut * (block - 1) / 2) / loop + 0.5)
+        if query.start not in longest:
+            items += count
+        longest[query.start] = longest.get(query.start, 0.0) + most * loop * block
+        total += count * block * mean * loop
+    return LaunchSize(items, max(longest.values()), total)
 
 
 def table(
@@ -154,6 +194,7 @@ def _build(
         sum(work),
         in_halves * _MUCH > sum(work),
         sum(entry.rows for entry in blocks),
+        by_key,
     )
 
 

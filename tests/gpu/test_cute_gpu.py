@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -127,7 +128,30 @@ GRID = [
     *(((128, 128), feature, torch.bfloat16) for feature in FEATURES),
     *(((64, 64), feature, torch.float16) for feature in FEATURES),
     *(((192, 128), feature, torch.bfloat16) for feature in FEATURES),
+    *(((256, 256), feature, torch.bfloat16) for feature in FEATURES),
 ]
+PLAIN = ["full", "causal", "window", "sink", "softcap"]
+SIZED = list(itertools.product((64, 80, 96), PLAIN, (True, False)))
+
+
+@contextmanager
+def _sized(large: bool) -> Iterator[None]:
+    """Launches are cut up as large ones are, or as small ones."""
+    from ring_flash_attn.kernels.cute import backward_host, host
+
+    sizes_of, launches_of = host.candidates, backward_host.launches_of
+
+    def candidates(call: Any) -> Any:
+        return sizes_of(call)[-1:] if large else sizes_of(call)[:1]
+
+    def launches(call: Any) -> Any:
+        return [each._replace(few=0 if large else 1 << 30) for each in launches_of(call)]
+
+    with (
+        mock.patch.object(host, "candidates", candidates),
+        mock.patch.object(backward_host, "launches_of", launches),
+    ):
+        yield
 
 
 def _compare(
@@ -163,6 +187,13 @@ def _grid(rank: int, world_size: int) -> tuple[int, list[str]]:
             count += 1
             if not all(error < TOLERANCE[dtype] for error in errors.values()):
                 failures.append(f"{headdims} {feature} {dtype} {lengths}: {errors}")
+    for d, feature, large in SIZED[rank::world_size]:
+        for lengths in LENGTHS_Q_K:
+            with _sized(large):
+                errors = _compare((d, d), feature, torch.bfloat16, lengths)
+            count += 1
+            if not all(error < TOLERANCE[torch.bfloat16] for error in errors.values()):
+                failures.append(f"{d} {feature} {lengths}, large {large}: {errors}")
     return count, failures
 
 
@@ -170,7 +201,7 @@ def _grid(rank: int, world_size: int) -> tuple[int, list[str]]:
 def test_features(ranks) -> None:
     """On 12 processes, since compiling takes long."""
     parts = ranks(12, "gloo").run(_grid, timeout=880)
-    assert sum(count for count, _ in parts) == len(GRID) * len(LENGTHS_Q_K)
+    assert sum(count for count, _ in parts) == (len(GRID) + len(SIZED)) * len(LENGTHS_Q_K)
     failures = [failure for _, failures in parts for failure in failures]
     assert not failures, "\n".join(failures)
 
@@ -215,7 +246,9 @@ def test_documents_are_kept_apart() -> None:
         assert torch.equal(a[end:], b[end:])
 
 
-@pytest.mark.parametrize("headdims", [(64, 64), (96, 96), (128, 128), (192, 128)])
+@pytest.mark.parametrize(
+    "headdims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_infinite_key_of_a_short_document(
     headdims: tuple[int, int], deterministic: bool
@@ -262,6 +295,7 @@ def _rings(rank: int, world_size: int) -> list[str]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     failures = []
     kinds = [((64, 64), torch.bfloat16), ((128, 128), torch.float16), ((192, 128), torch.bfloat16)]
+    kinds += [((256, 256), torch.bfloat16)]
     ways = [*((route, None) for route in route_names()), ("ring", 1)]
     cases = list(itertools.product(layout_names(), ways, kinds))
     for layout, (route, sources), (headdims, dtype) in cases[rank::world_size]:

@@ -201,6 +201,8 @@ def backward(a: Arguments, call: Call, launch: Any, fresh: bool, dtype: torch.dt
                         if exchanged:
                             lse, delta = lse[:, None], delta[:, None]
                         p = torch.exp2(scores * LOG2E - lse)
+                        if launch.sizes.folded:  # the softmax scale is in it
+                            p = p / a.scale
                         ds = p * (v[at_k] @ dout[at_q].T * kept - delta) * slope
                         dk += ds @ q[at_q]
                         dv += (p * kept) @ dout[at_q]

@@ -113,12 +113,13 @@ def _walk(ours, tiles, own, c, block, windowed, seen):  # type: ignore[no-untype
 def test_sizes_fit(d: int, dv: int) -> None:
     """Into shared memory, whatever the features are."""
     for many in (False, True):
-        sizes = forward_sizes(d, dv, many, many)
-        queries = sizes.items * sizes.consumers * 64 * width_of(d)
-        keys = sizes.stages * sizes.block * (width_of(d) + dv)
-        assert 2 * (queries + keys) + 2048 <= SHARED
-        assert sizes.block % 16 == 0
-        assert not (many and sizes.lazy)
+        for sizes, cost in forward_sizes(d, dv, many, many):
+            queries = sizes.items * sizes.consumers * 64 * width_of(d)
+            keys = sizes.stages * sizes.block * (width_of(d) + dv)
+            assert 2 * (queries + keys) + 2048 <= SHARED
+            assert sizes.block % 16 == 0
+            assert not (many and sizes.lazy)
+            assert (cost < 1.0) == (sizes.consumers == 3)
 
 
 def test_says_why_not() -> None:

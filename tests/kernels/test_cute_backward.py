@@ -93,15 +93,18 @@ def test_every_pair_of_a_band_once(
 @needs_dsl
 @pytest.mark.parametrize(("d", "dv"), [(d, dv) for d in WIDTHS for dv in WIDTHS if dv <= d])
 @pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("fp16", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_launches(d: int, dv: int, many: bool, ordered: bool) -> None:
+def test_launches(d: int, dv: int, many: bool, fp16: bool, ordered: bool) -> None:
     """They fit into shared memory, and compute each gradient once, dQ in an order if wanted."""
     from ring_flash_attn.kernels.cute.traits import BackwardTraits
 
     found = []
-    launches = backward_launches(d, dv, many, ordered)
+    rules = many, fp16, ordered
+    launches = list(backward_launches(d, dv, *rules))
     narrower = max([0, *(each for each in WIDTHS if each < d)]) + 8
-    assert dv > narrower or backward_launches(narrower, dv, many, ordered) == launches, "padded"
+    assert dv > narrower or list(backward_launches(narrower, dv, *rules)) == launches, "padded"
+    launches += [each._replace(sizes=each.short) for each in launches if each.short]
     for launch in launches:
         traits = BackwardTraits(
             d=d,
@@ -116,9 +119,14 @@ def test_launches(d: int, dv: int, many: bool, ordered: bool) -> None:
         )
         assert traits.shared <= SHARED
         assert not (ordered and traits.dq)
+        if launch.short == launch.sizes:
+            continue
         found += ["dq"] * launch.dq
         found += ["dq"] if launch.exchanged else [launch.only] if launch.only else ["dk", "dv"]
     assert sorted(found) == ["dk", "dq", "dv"]
+    folded = {launch.sizes.folded for launch in launches}
+    assert len(folded) == 1, "all read the same lse"
+    assert not (fp16 and True in folded)
 
 
 @needs_dsl
@@ -199,7 +207,9 @@ def test_gradients_of_all_launches(
             computed.append("dq")
             written[0].add_(wanted.dq)
 
-    def row_stats(saved: Saved, dout: torch.Tensor, zeros: torch.Tensor | None) -> None:
+    def row_stats(
+        saved: Saved, dout: torch.Tensor, zeros: torch.Tensor | None, shift: float
+    ) -> None:
         if zeros is not None:
             zeros.zero_()
 

@@ -26,7 +26,7 @@ pytestmark = [
 ADDED = {"fresh": False, "rounded": False, "short": True, "even": False}
 # What deterministic calls take.
 PLAIN_ORDER = dict.fromkeys(
-    ("late", "early_lse", "early_delta", "swapped", "store_last", "whole"), False
+    ("late", "early_lse", "early_delta", "swapped", "store_last", "whole", "folded"), False
 )
 
 
@@ -68,26 +68,39 @@ ALONE = [
     Case(256, flags={**KEYS, "only": "dk", "block": 32}),
     Case(256, flags={**KEYS, "only": "dv", "block": 64}),
 ]
+ALONE += [  # dK with dQ
+    Case(192, flags={"only": "dk"}),
+    Case(256, flags={"only": "dk"}),
+    Case(256, flags={"only": "dk", **ADDED}),
+    *(Case(256, flags={"only": "dk", name: True}) for name in ("softcap", "alibi", "dropout")),
+]
 CASES = PLAIN + FEATURES + ALONE
 
 
 def _sizes(case: Case) -> Any:
-    from ring_flash_attn.kernels.cute.sizes import BackwardSizes, backward_sizes
+    from ring_flash_attn.kernels.cute.sizes import backward_launches
 
     many = bool({"softcap", "alibi", "dropout"} & set(case.flags))
-    sizes = backward_sizes(case.d, case.dv or case.d, many) or BackwardSizes(64, 2, 1)
+    ordered = not case.flags.get("dq", True)
+    fp16 = case.flags.get("dtype") == "fp16"
+    sizes = backward_launches(case.d, case.dv or case.d, many, fp16, ordered)[0].sizes
     return sizes._replace(
         **{name: case.flags[name] for name in sizes._fields if name in case.flags}
     )
 
 
+def _traits(case: Case) -> Any:
+    from ring_flash_attn.kernels.cute.traits import BackwardTraits
+
+    sizes = _sizes(case)._asdict()
+    return BackwardTraits(d=case.d, dv=case.dv or case.d, **{**sizes, **case.flags})
+
+
 def _compile(case: Case) -> tuple[Code, str]:
     os.environ["CUTE_DSL_ARCH"] = "sm_90a"
     from ring_flash_attn.kernels.cute.compiled import compile_backward
-    from ring_flash_attn.kernels.cute.traits import BackwardTraits
 
-    d, dv = case.d, case.dv or case.d
-    traits = BackwardTraits(d=d, dv=dv, **{**_sizes(case)._asdict(), **case.flags})
+    traits = _traits(case)
     with tempfile.TemporaryDirectory() as folder:
         compile_backward(traits, f"--keep-cubin --keep-ptx --dump-dir {folder}")
         (cubin,), (ptx,) = (list(Path(folder).glob(f"*.{kind}")) for kind in ("cubin", "ptx"))
@@ -114,13 +127,17 @@ def test_compiled(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> 
     assert code.shared <= 227 * 1024
     assert code.registers == 168, "a third of what there is: groups of warps exchange them later"
     features = {"softcap", "alibi", "dropout"} & set(case.flags)
+    paired = _traits(case).paired
     alone = "only" in case.flags and case.d > 128  # where items begin and end
-    swapped, whole = _sizes(case).swapped, _sizes(case).whole
-    allowed = 64 if features else 48 if alone else 8 if swapped else 0
+    sizes = _sizes(case)
+    swapped, whole = sizes.swapped, sizes.whole
+    # Blocks of 128 queries, ds stored last: five go to memory, and it is 2 to 5 % faster.
+    large = sizes.block == 128 and sizes.store_last
+    allowed = 64 if features or large else 48 if alone else 8 if swapped else 0
     if whole and "rounded" in case.flags:
         allowed = 24  # what is written where items and tiles begin
     assert code.stack <= allowed, "registers that went to memory"
-    assert code.stores <= (2 if len(features) > 1 else 0)
+    assert code.stores <= (5 if large else 2 if len(features) > 1 else 0)
     assert not code.overwritten
     assert code.counts["WARPGROUP.ARRIVE"] * 2 < code.counts["HGMMA"], (
         "products wait for each other"
@@ -131,6 +148,8 @@ def test_compiled(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> 
     )
     if whole:  # S, dP, dV, dK, and dQ twice
         waits = 6
+    if paired:  # dP and S, dQ, dK
+        waits = 3
     assert code.counts["WARPGROUP"] == waits, "ptxas waits where we do not"
     if whole:
         assert code.loops[0].count("R2UR") == 0, "descriptors are computed in uniform registers"
@@ -189,7 +208,8 @@ def test_operands(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> 
     only, sizes = case.flags.get("only", ""), _sizes(case)
     block, stages = sizes.block, sizes.stages
     piece = 32 if d > 128 and not (only or sizes.whole) else block
-    dout_stages = 1 if sizes.whole else stages
+    paired = _traits(case).paired
+    dout_stages = 1 if sizes.whole or paired else stages
     pieces = block // piece
     by_rows = block > 64 and not sizes.swapped
     columns = d if by_rows else -(-d // (32 * pieces)) * 16  # of dQ, computed at a time
@@ -217,7 +237,7 @@ def test_operands(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> 
         row, column = (64 * c, 0) if by_rows else (0, columns * (c * pieces + h))
         rows = block if sizes.swapped else 64
         found = [
-            Operand(ds, (n - 1) % 2 * 2 + half, row, rows, inner, True),
+            Operand(ds, half if paired else (n - 1) % 2 * 2 + half, row, rows, inner, True),
             Operand(k, half, column, columns, inner, True),
         ]
         return found[::-1] if sizes.swapped else found
@@ -227,12 +247,16 @@ def test_operands(compiled: dict[str, Future[tuple[Code, str]]], case: Case) -> 
     left_out = {"dk": ("dV", "dQ"), "dv": ("dP", "dQ", "dK"), "": ()}[only]
     left_out = left_out if case.flags.get("dq", True) else (*left_out, "dQ")
     order = ["S", "dP", "dV", "dK", "dQ"] if sizes.whole else list(steps)
+    if paired:
+        left_out, order = ("dV",), ["dP", "S", "dQ", "dK"]
     steps = {name: steps[name] for name in order if name not in left_out}
     products = iter(ptx.products)  # in the loop, in this order; then the last dQ
     first, second = ptx.products[0].descriptors
     blocks = ptx.counters(second)  # of blocks, and of pieces if there are some
-    assert len(blocks) == (1 if pieces == 1 else 2)
-    block_counter = max(blocks, key=lambda each: ptx.value(second, 128, _one(blocks, each)))
+    assert len(blocks) == (0 if paired else 1 if pieces == 1 else 2)
+    block_counter = max(
+        blocks, key=lambda each: ptx.value(second, 128, _one(blocks, each)), default=""
+    )
     counters = ptx.counters(first) | blocks
     for name, count in steps.items():
         for step in range(count):

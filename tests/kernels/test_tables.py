@@ -100,3 +100,68 @@ def test_tables_are_made_on_the_host_whatever_the_default_device_is() -> None:
     assert made.blocks.device == made.tiles.device == bits.device == cpu
     assert made.blocks[:, 1].sum() == 43
     assert bits.tolist() == [0, 2, 2, 0]
+
+
+@given(
+    st.lists(st.integers(1, 700), min_size=1, max_size=5),
+    st.sampled_from([(0, 64, 96), (0, 128, 64), (None, 128, 128), (None, 192, 96), (40, 64, 64)]),
+)
+@settings(deadline=None)
+def test_an_extent_is_about_what_the_table_says(
+    lengths: list[int], shape: tuple[int | None, int, int]
+) -> None:
+    """Exactly, where all queries see all keys."""
+    from ring_flash_attn.kernels.tables import launch_size, table
+
+    window, block, loop = shape
+    mask = Mask(window, None if window is None else 0)
+    spans, row = [], 0
+    for length in lengths:
+        spans.append(_span(row, length, 0))
+        row += length
+    tiles = [tile for span in spans if (tile := make_tile(span, span, mask))]
+    found, made = (
+        launch_size(tiles, block, loop),
+        table(tiles, block, loop, False, torch.device("cpu")),
+    )
+    whole = [block * -(-each // block) * loop * -(-each // loop) for each in lengths]
+    assert found.items == len(made.blocks)
+    assert made.total * block <= found.total <= sum(whole)
+    if window is None:
+        assert found.total == sum(whole)
+        assert found.longest == block * loop * -(-max(lengths) // loop)
+
+
+def test_level_launches_take_whole_waves() -> None:
+    from ring_flash_attn.kernels.tables import launch_size
+
+    tile = make_tile(_span(0, 1024, 0), _span(0, 1024, 0), Mask(None, None))
+    assert tile is not None
+    found = launch_size([tile], 128, 128)
+    assert found == (8, 1024 * 128, 8 * 1024 * 128)
+    assert found.time(16, 128) == 1024 * 128
+    assert found.time(17, 128) == 2 * 1024 * 128
+
+
+@pytest.mark.parametrize(("pairs", "count"), [(24, 84), (264, 32), (70, 11), (1664, 5), (4, 79)])
+def test_sections_of_keys_are_narrow_and_as_wide(
+    monkeypatch: pytest.MonkeyPatch, pairs: int, count: int
+) -> None:
+    """So narrow that several programs share a pair's queries, and none much narrower."""
+    from ring_flash_attn.kernels import scheduler
+    from ring_flash_attn.kernels.base import Call
+    from ring_flash_attn.kernels.tables import table
+
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(scheduler, "processors", lambda device: 132)
+    tile = make_tile(_span(0, 128 * count, 0), _span(0, 128 * count, 0), Mask(None, 0))
+    assert tile is not None
+    call = Call(cpu, torch.bfloat16, 2, 2, 64, 64, 0.1, Mask(None, 0))
+    work = table([tile], 128, 64, True, cpu)
+    width = scheduler.section(pairs, 2, work, call)
+    assert width <= max(-(-132 // min(8, count)), 1)
+    sections = -(-pairs // width)
+    assert sections * width - pairs < sections, "as wide as can be"
+    assert scheduler.section(pairs, 2, table([tile], 128, 64, False, cpu), call) >= min(
+        pairs, width
+    )

@@ -33,10 +33,23 @@ dK is computed. In an item's first block it is that of some other one, and nobod
     named barrier    threads                what it says
     OWN + c          consumer c             what lies behind the item's last key is cleared
 
-Other launches of the same kernel compute less: dK and dV without dQ; one of them alone, where both
-do not fit into registers; or, with queries and keys exchanged, dQ alone, in the order of the keys:
-then an item is 128 queries, blocks are of keys, and "dK" in the code is dQ. See
-`sizes.backward_launches`.
+Other launches of the same kernel compute less: dK and dV without dQ; one of them alone; or, with
+queries and keys exchanged, dQ alone, in the order of the keys: then an item is 128 queries, blocks
+are of keys, and "dK" in the code is dQ. See `sizes.backward_launches`.
+
+With head dimension 256 dK and dV of 64 keys do not fit into a consumer's registers together: one
+launch computes dK and dQ, another dV. In the first, ds has one buffer, so dQ is that of the same
+block; a consumer's half of it goes to the adder in parts of 32 columns, the last ones while dP of
+the next block is computed.
+
+    consumer      dP = v·dout'  S = k·q'  ·p·  ·ds·  dQ  dK += ds·q
+                        ↓                        ↓  ↑  ↓
+    shared memory       ↓                       ds     parts of dQ
+    adder               parts of dQ of block n − 1
+
+    mbarrier         who arrives            what it says
+    ready.full       every consumer's warp  ds is in shared memory
+    ready.empty      every consumer's warp  it does not read ds any more
 
 Registers: with head dimension 128 a consumer's thread holds 128 of dK and dV, 64 of S and dP, and
 32 of p and ds as operands, of 240.
@@ -105,7 +118,9 @@ class Backward:
         layouts = (
             smem_layout(dtype, piece, traits.d, traits.stages),
             smem_layout(dtype, piece, traits.dv, traits.dout_stages),
-            smem_layout(dtype, ROWS, traits.width, CONSUMERS * traits.items, traits.dq_columns),
+            smem_layout(
+                dtype, ROWS, traits.width, CONSUMERS * traits.items, traits.product_columns
+            ),
             smem_layout(dtype, ROWS, traits.dv, CONSUMERS),
             smem_layout(dtype, ROWS, traits.ds_columns, traits.ds_buffers),
             smem_layout(Float32, traits.dq_rows, traits.dq_columns, CONSUMERS),
@@ -189,7 +204,8 @@ class Backward:
         item, keys, values, queries, sums = (
             make_ring(smem, stages) for stages in (2, traits.items, 1, traits.stages, CONSUMERS)
         )
-        if traits.whole:
+        ready = make_ring(smem, 1) if traits.paired else None
+        if traits.separate:
             douts = make_ring(smem, traits.dout_stages)
         else:
             douts = Ring(smem.allocate_array(Int64, traits.stages), queries.empty, traits.stages)
@@ -209,8 +225,8 @@ class Backward:
             for stages in (traits.stages, traits.dout_stages)
         )
         return BackwardShared(
-            q, dout, k, v, ds, dq, lse, delta, items, item, keys, values, queries, douts, sums,
-            landed,
+            q, dout, k, v, ds, dq, lse, delta, items, item, keys, values, queries, douts, ready,
+            sums, landed,
         )  # fmt: skip
 
     @cute.jit
@@ -223,7 +239,9 @@ class Backward:
         init_ring(shared.values, 1, warps)
         init_ring(shared.queries, 1, warps)
         init_ring(shared.sums, WARPGROUP // 32, 1)
-        if const_expr(traits.whole):
+        if const_expr(traits.paired):
+            init_ring(shared.ready, warps, warps)
+        if const_expr(traits.separate):
             init_ring(shared.douts, 1, warps)
         else:
             for stage in cutlass.range_constexpr(traits.stages):

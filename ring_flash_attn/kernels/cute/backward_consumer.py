@@ -112,6 +112,7 @@ class KeyBlock(NamedTuple):
         first: number of its first block.
         stats: lse and delta of a thread's rows, where these are queries.
         dk, dv: registers.
+        kept: registers: parts of dQ of the block before, which the adder has not got yet.
     """
 
     own: BlockEntry
@@ -123,6 +124,7 @@ class KeyBlock(NamedTuple):
     stats: Any
     dk: Any
     dv: Any
+    kept: Any
 
 
 class QueryHead(NamedTuple):
@@ -193,7 +195,7 @@ class BackwardConsumer:
         left, right = transposed(shared.ds), transposed(shared.k)
         if traits.swapped:
             left, right = right, left
-        columns = traits.block if traits.swapped else traits.dq_columns
+        columns = traits.block if traits.swapped else traits.product_columns
         dq = product_of(dtype, columns, False, True, True)
         return Thread(
             group,
@@ -218,7 +220,7 @@ class BackwardConsumer:
         """dK and dV of 64 keys, and half of dQ of their queries."""
         traits, shared = self.traits, launch.shared
         own, batch, part = read_item(shared, shared.item.stage(w))
-        dk, dv, stats = None, None, None
+        dk, dv, kept, stats = None, None, None, None
         if const_expr(traits.only != "dv"):
             dk = accumulators(traits.d)
             dk.fill(0.0)
@@ -227,8 +229,13 @@ class BackwardConsumer:
             dv.fill(0.0)
         if const_expr(traits.exchanged):
             stats = self.stats_of_rows(launch, me, own, batch, part)
+        if const_expr(traits.kept > 0):
+            kept = accumulators(traits.dq_columns * traits.kept)
+            kept.fill(0.0)
         keys = shared.keys.stage(w) * CONSUMERS
-        item = KeyBlock(own, batch, part, keys, own.first + me.number * ROWS, n, stats, dk, dv)
+        item = KeyBlock(
+            own, batch, part, keys, own.first + me.number * ROWS, n, stats, dk, dv, kept
+        )
         shared.keys.await_full(w)
         if const_expr(traits.values > 0):
             shared.values.await_full(w)
@@ -249,7 +256,10 @@ class BackwardConsumer:
             head += 1
         if const_expr(traits.values > 0):
             shared.values.release(w)
-        if const_expr(traits.dq):
+        if const_expr(traits.paired):
+            self.hand_over_kept(launch, me, item, n - 1)
+            shared.ready.await_empty(n)  # nobody reads ds
+        elif const_expr(traits.dq):
             self.await_block(shared, n - 1)  # its ds is there, and nobody reads those before
             if n > item.first:
                 for h in cutlass.range_constexpr(traits.pieces):
@@ -349,11 +359,16 @@ class BackwardConsumer:
         lane = lane_again()
         u = n * traits.pieces + h
         stage = shared.queries.stage(u)
+        dp = None
+        if const_expr(traits.paired):
+            shared.douts.await_full(u)
+            dp = accumulators(traits.piece)
+            self.issue(me.dp, dp, traits.piece, me.number, shared.douts.stage(u), traits.dv // 16)
+            self.hand_over_kept(launch, me, item, n - 1)
         shared.queries.await_full(u)
         s = accumulators(traits.piece)
         self.issue(me.s, s, traits.piece, item.keys + me.number, stage, traits.d // 16)
-        dp = None
-        if const_expr(traits.values > 0 and not traits.whole):
+        if const_expr(traits.values > 0 and not traits.separate):
             shared.douts.await_full(u)
             dp = accumulators(traits.piece)
             at_dout = shared.douts.stage(u)
@@ -367,13 +382,15 @@ class BackwardConsumer:
         if const_expr(traits.early_lse):
             lse = scores_of.load_stats(lse, traits.early_columns)
         columns = Columns(lse, delta, head.hash)
-        warpgroup.wait_group(0 if const_expr(dp is None) else 1)
+        warpgroup.wait_group(0 if const_expr(dp is None or traits.paired) else 1)
         p, ds = operand(traits.piece, traits.element), operand(traits.piece, traits.element)
         bits = cute.make_rmem_tensor((traits.piece + 63) // 64, Uint32)
         bits.fill(0)
         row = h * traits.piece
         self.probabilities(launch, item, rows, columns, span, tile, s, p, j, row, bits)
-        if const_expr(traits.only):
+        if const_expr(traits.paired):
+            self.end_paired(launch, me, item, rows, columns, s, dp, ds, bits, n, stage, lane)
+        elif const_expr(traits.only):
             self.end_piece(launch, me, item, rows, columns, s, dp, p, ds, bits, u, stage)
         elif const_expr(traits.whole):
             self.end_whole(launch, me, item, rows, columns, s, p, ds, bits, n, stage, lane)
@@ -472,9 +489,60 @@ class BackwardConsumer:
             self.say_dq(shared, me)
         shared.queries.release(n)
 
+    @cute.jit
+    def end_paired(
+        self, launch: Any, me: Any, item: Any, rows: Any, columns: Any, s: Any, dp: Any, ds: Any,
+        bits: Any, n: Any, stage: Any, lane: Any,
+    ) -> None:  # fmt: skip
+        """dK, and dQ of the same block, which the adder gets during dK and the next block's dP."""
+        traits, shared = self.traits, launch.shared
+        ready = shared.ready
+        scores_of.score_gradients(ds, s, dp, rows, columns, launch.dropout, bits, traits)
+        shared.douts.release(n)
+        ready.await_empty(n)
+        self.store_ds(shared, me, ds, n, 0, lane)
+        self.fence()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(ready.full_of(n))
+        ready.await_full(n)
+        dq = self.issue_dq(me, item, n, 0)
+        self.add(me.dk, item.dk, ds, traits.d, stage)
+        warpgroup.wait_group(1)
+        ready.release(n)
+        sent = traits.parts - traits.kept
+        self.hand_over(launch, me, dq, n, 0, sent)
+        if const_expr(traits.kept > 0):
+            for i in cutlass.range_constexpr(cute.size(item.kept)):
+                item.kept[i] = dq[sent * (traits.dq_columns // 2) + i]
+        warpgroup.wait_group(0)
+        shared.queries.release(n)
+
+    @cute.jit
+    def hand_over_kept(self, launch: Any, me: Any, item: Any, n: Any) -> None:
+        """What was kept of dQ of block n, if it is one of the item's."""
+        traits = self.traits
+        if const_expr(traits.kept > 0):
+            if n >= item.first:
+                first = traits.parts - traits.kept
+                self.hand_over(launch, me, item.kept, n, first, traits.parts)
+
+    @cute.jit
+    def hand_over(
+        self, launch: Any, me: Any, dq: Any, n: Any, first: cutlass.Constexpr,
+        last: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
+        """Parts of dQ of a block to the adder, one by one; registers begin with the first."""
+        traits = self.traits
+        size = traits.dq_columns // 2  # registers of a part
+        for h in cutlass.range_constexpr(first, last):
+            part = [dq[size * (h - first) + i] for i in range(size)]
+            self.put_dq(launch, me, part, n * traits.parts + h, lane_again())
+            self.fence()
+            self.say_dq(launch.shared, me)
+
     def issue(self, of: Operands, c: Any, columns: int, left: Any, right: Any, steps: int) -> None:
         """Begin c = a · b, both from shared memory."""
-        left = uniform_again(left) if self.traits.whole else left
+        left = uniform_again(left) if self.traits.separate else left
         a = [of.a[None, None, m, left] for m in range(steps)]
         b = [of.b[None, None, m, right] for m in range(steps)]
         multiply(of.mma, as_c(c, columns), a, b, steps, False)
@@ -538,11 +606,11 @@ class BackwardConsumer:
     def issue_dq(self, me: Thread, item: KeyBlock, n: Any, h: Any) -> Any:
         """Begin dQ = ds' · k of a block, over both consumers' keys; a part of a consumer's half."""
         traits, of = self.traits, me.dq
-        wide = traits.block if traits.swapped else traits.dq_columns
+        wide = traits.block if traits.swapped else traits.product_columns
         dq = accumulators(wide)
-        number = uniform_again(me.number) if traits.whole else me.number
+        number = uniform_again(me.number) if traits.separate else me.number
         row, column = (number, 0) if traits.by_rows else (0, number * traits.pieces + h)
-        buffer = (n & 1) * CONSUMERS
+        buffer = 0 if traits.paired else (n & 1) * CONSUMERS
         a, b = [], []
         for c in range(CONSUMERS):
             for m in range(ROWS // 16):
@@ -574,7 +642,8 @@ class BackwardConsumer:
         """Where both consumers read it for dQ: (key, query), see `ds_place`."""
         traits = self.traits
         words = cute.recast_tensor(ds, Int32)
-        base = Int32(shared.ds[None, None, (n & 1) * CONSUMERS + me.number].iterator.toint())
+        buffer = me.number if const_expr(traits.paired) else (n & 1) * CONSUMERS + me.number
+        base = Int32(shared.ds[None, None, buffer].iterator.toint())
         row = me.warp * 16 + lane % 16
         groups = traits.piece // 8
         for g in cutlass.range_constexpr(0, groups, 2):
@@ -600,7 +669,7 @@ class BackwardConsumer:
             for e in cutlass.range_constexpr(2):
                 here = base + swapped_place(me.warp, lane, r, e, traits.block)
                 for g in cutlass.range_constexpr(traits.block // 8):
-                    number = dq[4 * g + 2 * r + e] * launch.scale
+                    number = self.scaled(launch, dq[4 * g + 2 * r + e])
                     vector(shared_at(here + g * 1024, Float32, 4), 1)[0] = number
 
     @cute.jit
@@ -624,9 +693,13 @@ class BackwardConsumer:
                 for e in cutlass.range_constexpr(2):
                     i = 2 * r + e
                     other = dq[4 * (g ^ away) + i]
-                    pair[e] = (other if exchanged else dq[4 * g + i]) * launch.scale
+                    pair[e] = self.scaled(launch, other if exchanged else dq[4 * g + i])
                 here = to + 2 * g // chunks * (ROWS * 4 * line) + 8 * r * (4 * line) + chunk * 16
                 cute.autovec_copy(pair, vector(shared_at(here, Float32, 8), 2))
+
+    def scaled(self, launch: BackwardLaunch, number: Any) -> Any:
+        """Of dQ or dK."""
+        return number if self.traits.folded else number * launch.scale
 
     def say_dq(self, shared: BackwardShared, me: Thread) -> None:
         """It is there: a warp arrives."""
@@ -647,15 +720,19 @@ class BackwardConsumer:
         own, batch, part = read_item(shared, shared.item.stage(w))  # again: spares registers
         dk_row = offset(gradients.dk_strides, batch, own.row, part)
         dv_row = offset(gradients.dv_strides, batch, own.row, part)
+        dk_scale = self.scaled(launch, Float32(1.0))
         dv_scale = launch.dropout.keep_scale if const_expr(traits.dropout) else Float32(1.0)
+        if const_expr(traits.folded):
+            dv_scale = dv_scale / launch.scale
         room = Int32(0)
         if const_expr(traits.rounded):
-            buffer = (n & 1) * CONSUMERS if const_expr(traits.dq) else 0
+            two = const_expr(traits.ds_buffers > CONSUMERS)
+            buffer = (n & 1) * CONSUMERS if two else 0
             room = Int32(shared.ds[None, None, buffer + me.number].iterator.toint())
         if const_expr(traits.only != "dv"):
             self.store(
                 me, room, dk, gradients.dk, dk_row, gradients.dk_strides[1], own.rows, traits.d,
-                gradients.d, launch.scale,
+                gradients.d, dk_scale,
             )  # fmt: skip
         if const_expr(traits.only != "dk"):
             self.store(

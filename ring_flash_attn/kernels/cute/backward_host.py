@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -40,12 +41,14 @@ def _many(call: Call) -> bool:
 
 def sizes_of(call: Call) -> BackwardSizes | None:
     """How one launch for all gradients is cut up; None if they need several."""
-    return backward_sizes(call.headdim, call.headdim_v, _many(call))
+    return backward_sizes(call.headdim, call.headdim_v, _many(call), call.dtype is torch.float16)
 
 
-def launches_of(call: Call) -> list[GradientLaunch]:
+def launches_of(call: Call) -> tuple[GradientLaunch, ...]:
     """Launches of a call."""
-    return backward_launches(call.headdim, call.headdim_v, _many(call), ordered(call))
+    return backward_launches(
+        call.headdim, call.headdim_v, _many(call), call.dtype is torch.float16, ordered(call)
+    )
 
 
 def delta(dout: Tensor, out: Tensor, call: Call) -> Tensor:
@@ -65,14 +68,15 @@ def backward(
     sizes: BackwardSizes | None = None,
 ) -> None:
     """Add the gradients that `tiles` contribute; `sizes`, of one launch, is for measurements."""
-    launches = launches_of(call) if sizes is None else [GradientLaunch(sizes)]
+    launches = launches_of(call) if sizes is None else (GradientLaunch(sizes),)
     dq = grads.dq
     adds = launches[0].dq  # in no order; else one launch writes dQ
     direct = fit(dq) is dq and (dq.dtype is torch.float32 or (grads.fresh_q and not adds))
     if not direct:
         dq = torch.empty_like(dq, dtype=torch.float32, memory_format=torch.contiguous_format)
     zeroed = not direct or (adds and grads.fresh_q)
-    stats = row_stats.row_stats(saved, dout, dq if zeroed else None)
+    shift = -math.log2(call.softmax_scale) if launches[0].sizes.folded else 0.0
+    stats = row_stats.row_stats(saved, dout, dq if zeroed else None, shift)
     for launch in launches:
         if launch.exchanged:
             work = table(tiles, _KEYS, launch.sizes.block, False, q.device)
@@ -95,6 +99,9 @@ def _keys(
 ) -> None:
     """A launch for what belongs to keys, whose groups of query heads may go in parts."""
     work = table(tiles, _KEYS, launch.sizes.block, True, dq.device)
+    if launch.short is not None and work.total < launch.few * len(work.blocks):
+        launch = launch._replace(sizes=launch.short)
+        work = table(tiles, _KEYS, launch.sizes.block, True, dq.device)
     parts = split(work, dq.shape[0], call)
     given = [x for name, x in (("dk", grads.dk), ("dv", grads.dv)) if launch.only in ("", name)]
     if parts > 1:

@@ -154,11 +154,14 @@ class BackwardProducer:
         """Queries from a row on, dout, lse and delta; `before` rows of the block are others."""
         traits = self.traits
         q_full, do_full = shared.queries.full_of(n), shared.douts.full_of(n)
-        shared.queries.await_empty(n)
+        if const_expr(not traits.paired):
+            shared.queries.await_empty(n)
         if const_expr(traits.short):
             if length < traits.block:
-                if const_expr(traits.whole):
+                if const_expr(traits.separate):
                     shared.douts.await_empty(n)
+                if const_expr(traits.paired):
+                    shared.queries.await_empty(n)
                 self.load_both(
                     loads, shared, n, batch, head, row, stats, shared.landed, shared.landed, 1
                 )
@@ -188,6 +191,13 @@ class BackwardProducer:
         if const_expr(traits.exchanged):
             size = Int32(0)  # consumers read what belongs to their rows
         q_bytes, do_bytes = traits.piece * traits.d * 2, traits.piece * traits.dv * 2
+        sooner = const_expr(traits.paired and barriers == 2)  # there is room for dout
+        if const_expr(sooner):
+            shared.douts.await_empty(n)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(do_full, do_bytes + size)
+            self.load_dout(loads, shared, batch, head, row, at_dout, there, size, do_full)
+            shared.queries.await_empty(n)
         with cute.arch.elect_one():
             if const_expr(barriers == 1):
                 cute.arch.mbarrier_arrive_and_expect_tx(q_full, q_bytes + do_bytes + 2 * size)
@@ -198,17 +208,26 @@ class BackwardProducer:
             if const_expr(not traits.exchanged):
                 lse = shared.lse[None, stage].iterator
                 load_bytes(lse.toint(), at(loads.lse, Float32, there, 16), size, q_full)
-            if const_expr(barriers == 2 and not traits.whole):
+            if const_expr(barriers == 2 and not traits.separate):
                 cute.arch.mbarrier_arrive_and_expect_tx(do_full, do_bytes + size)
         if const_expr(barriers == 2 and traits.whole):
             shared.douts.await_empty(n)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(do_full, do_bytes + size)
-        load_rows(*loads.dout, batch, head, row, shared.dout, at_dout, do_full)
-        if const_expr(not traits.exchanged):
+        if const_expr(not sooner):
+            self.load_dout(loads, shared, batch, head, row, at_dout, there, size, do_full)
+
+    @cute.jit
+    def load_dout(
+        self, loads: Any, shared: Any, batch: Any, head: Any, row: Any, stage: Any, there: Any,
+        size: Any, full: Any,
+    ) -> None:  # fmt: skip
+        """And delta."""
+        load_rows(*loads.dout, batch, head, row, shared.dout, stage, full)
+        if const_expr(not self.traits.exchanged):
             with cute.arch.elect_one():
-                delta = shared.delta[None, at_dout].iterator
-                load_bytes(delta.toint(), at(loads.delta, Float32, there, 16), size, do_full)
+                delta = shared.delta[None, stage].iterator
+                load_bytes(delta.toint(), at(loads.delta, Float32, there, 16), size, full)
 
     @cute.jit
     def clear_rest(self, shared: Any, n: Any, length: Any) -> None:
@@ -233,7 +252,7 @@ class BackwardProducer:
 
 
 class Adder:
-    """Adds one consumer's half of dQ of each block to memory, as often as a block has pieces."""
+    """Adds one consumer's half of dQ of each block to memory, one part after the other."""
 
     def __init__(self, traits: BackwardTraits) -> None:
         self.traits = traits
@@ -243,7 +262,7 @@ class Adder:
         """Of all items."""
         traits = self.traits
         shift = c * ROWS if const_expr(traits.by_rows) else Int32(0)
-        columns = traits.pieces * traits.dq_columns
+        columns = traits.parts * traits.dq_columns
         column = Int32(0) if const_expr(traits.by_rows) else c * columns
         w = Int32(0)
         n = Int32(0)
@@ -261,7 +280,7 @@ class Adder:
                     while j < queries.end:
                         start = inside(j, queries.length, traits.block)
                         row = queries.row + start + shift
-                        for h in cutlass.range_constexpr(traits.pieces):
+                        for h in cutlass.range_constexpr(traits.parts):
                             part_column = column + h * traits.dq_columns
                             cute.arch.mbarrier_wait(shared.sums.full + c, n & 1)
                             if const_expr(traits.short):

@@ -43,6 +43,7 @@ from .primitives import (
     settled,
     tile_entry,
     transposed,
+    uniform_again,
     vector,
 )
 from .scores import Dropout, RunningSoftmax, Scores, ThreadRows
@@ -96,7 +97,7 @@ class ForwardItem(NamedTuple):
 
     Attributes:
         launch, me: see there.
-        q: its queries, by steps of 16 columns.
+        q: number of its queries in shared memory.
         rows: a thread's own two.
         row: the consumer's first, in the span.
         out: registers; not normalised.
@@ -231,11 +232,10 @@ class Consumer:
         place, keys = self.read_item(shared, slot)
         own = place.own
         out, softmax = self.start(launch, me, place)
-        stage = slot * traits.consumers + me.number
         work = ForwardItem(
             launch,
             me,
-            [me.q[None, None, n, stage] for n in range(traits.d // 16)],
+            self.uniform(slot * traits.consumers + me.number),
             self.rows_of(launch, me, place),
             own.first + me.number * ROWS,
             out,
@@ -335,20 +335,25 @@ class Consumer:
         """Issue S = q · k' of a block."""
         traits, me = self.traits, work.me
         s = accumulators(traits.block)
-        stage = work.launch.shared.keys.stage(i)
+        mine, stage = self.uniform(work.q), self.uniform(work.launch.shared.keys.stage(i))
         steps = traits.d // 16
+        q = [me.q[None, None, n, mine] for n in range(steps)]
         k = [me.k[None, None, n, stage] for n in range(steps)]
-        multiply(me.qk, as_c(s, traits.block), work.q, k, steps, False)
+        multiply(me.qk, as_c(s, traits.block), q, k, steps, False)
         return s
 
     def add_values(self, work: ForwardItem, i: Any) -> None:
         """Issue out += p · v of a block."""
         traits, me = self.traits, work.me
-        stage = work.launch.shared.values.stage(i)
+        stage = self.uniform(work.launch.shared.values.stage(i))
         steps = traits.block // 16
         p = [as_a(work.p, n) for n in range(steps)]
         v = [me.v[None, None, n, stage] for n in range(steps)]
         multiply(me.pv, as_c(work.out, traits.dv), p, v, steps, True)
+
+    def uniform(self, stage: Any) -> Any:
+        """A stage, so that descriptors are computed in uniform registers, where they are many."""
+        return uniform_again(stage) if 128 < self.traits.d < 256 else stage
 
     @cute.jit
     def first_block(self, work: Any, keys: Any, i: Any) -> None:

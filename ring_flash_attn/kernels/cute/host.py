@@ -20,10 +20,10 @@ from torch import Tensor
 from ...cache import Cache
 from ...plan.tiles import Tile
 from ..base import Call, State
-from ..device_cache import on_device, stream_handle
+from ..device_cache import DeviceCache, on_device, stream_handle
 from ..dropout import threshold
 from ..scheduler import counter, free_processors, section
-from ..tables import Table, table
+from ..tables import Table, launch_size, table
 from ..tma import fit, tma_strides
 from .sizes import SHARED, WIDTHS, ForwardSizes, forward_sizes, padded, width_of
 
@@ -106,6 +106,7 @@ class _CompiledLaunch:
 
 
 _launches: Cache[tuple[object, ...], _CompiledLaunch] = Cache(_KEPT)
+_sizes: DeviceCache[ForwardSizes] = DeviceCache()
 
 
 def forward(
@@ -123,7 +124,7 @@ def forward(
     if single:
         out = state.lse  # stands in for it
     if sizes is None:
-        sizes = sizes_of(call)
+        sizes = sizes_of(tiles, call, q)
     work = table(tiles, sizes.consumers * _ROWS, sizes.block, False, q.device)
     slopes, seed = call.alibi_slopes, call.seed
     given = result
@@ -156,10 +157,32 @@ def forward(
         given.copy_(result)
 
 
-def sizes_of(call: Call) -> ForwardSizes:
-    """How its launches are cut up."""
+def sizes_of(tiles: Sequence[Tile], call: Call, q: Tensor) -> ForwardSizes:
+    """How a launch is cut up: so that it takes the least time."""
+    known = candidates(call)
+    if len(known) == 1:
+        return known[0][0]
+    pairs = q.shape[0] * call.nheads
+    wanted = call.headdim, call.headdim_v, pairs
+    return _sizes.get(tiles, q.device, wanted, lambda: _fastest(known, tiles, pairs, q.device))
+
+
+def candidates(call: Call) -> list[tuple[ForwardSizes, float]]:
+    """How its launches may be cut up, and what a query and a key cost then."""
     d, dv = padded(call.headdim), padded(call.headdim_v)
     return forward_sizes(d, dv, call.dropout_p > 0, call.alibi_slopes is not None)
+
+
+def _fastest(
+    known: list[tuple[ForwardSizes, float]], tiles: Sequence[Tile], pairs: int, device: torch.device
+) -> ForwardSizes:
+    programs = free_processors(device)
+
+    def time(choice: tuple[ForwardSizes, float]) -> float:
+        sizes, cost = choice
+        return cost * launch_size(tiles, sizes.consumers * _ROWS, sizes.block).time(pairs, programs)
+
+    return min(known, key=time)[0]
 
 
 def traits_of(work: Table, call: Call, sizes: ForwardSizes, single: bool, in_state: bool) -> Traits:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 WIDTHS = (64, 80, 96, 128, 192, 256)  # head dimensions that there are kernels for
 SHARED = 227 * 1024  # bytes of a program on Hopper
+
+
+Found = TypeVar("Found")
 
 
 class ForwardSizes(NamedTuple):
@@ -21,8 +24,8 @@ class ForwardSizes(NamedTuple):
     late: bool = False
 
 
-# By the products' columns (d, dv); None: any dv. The first that matches.
-_FORWARD: tuple[tuple[int, int | None, ForwardSizes], ...] = (
+# By the products' columns (d, dv). The first that matches.
+_FORWARD: tuple[tuple[int, int, ForwardSizes], ...] = (
     (64, 64, ForwardSizes(2, 128, 3, 2, late=True)),
     (80, 80, ForwardSizes(2, 128, 2, 2)),
     (96, 96, ForwardSizes(2, 128, 2, 2)),
@@ -31,6 +34,14 @@ _FORWARD: tuple[tuple[int, int | None, ForwardSizes], ...] = (
     (192, 192, ForwardSizes(2, 96, 2, 1)),
     (256, 256, ForwardSizes(2, 80, 2, 1)),
 )
+
+# Three consumers, where their registers suffice, and what a query and a key cost with them, as a
+# part of what they cost with two.
+_THREE: dict[int, tuple[ForwardSizes, float]] = {
+    64: (ForwardSizes(3, 96, 3, 2), 0.91),
+    80: (ForwardSizes(3, 96, 2, 2), 0.92),
+    96: (ForwardSizes(3, 64, 2, 2), 0.97),
+}
 
 
 def padded(d: int) -> int:
@@ -43,15 +54,23 @@ def width_of(d: int) -> int:
     return -(-d // 64) * 64
 
 
+def _find(table: tuple[tuple[int, int, Found], ...], d: int, dv: int) -> Found | None:
+    return next((each for limit, limit_v, each in table if d <= limit and dv <= limit_v), None)
+
+
 @cache
-def forward_sizes(d: int, dv: int, dropout: bool, alibi: bool) -> ForwardSizes:
-    """For a call. Scores that need many registers themselves get smaller blocks and no try."""
-    sizes = next(each for limit, limit_v, each in _FORWARD if d <= limit and dv <= (limit_v or 256))
+def forward_sizes(d: int, dv: int, dropout: bool, alibi: bool) -> list[tuple[ForwardSizes, float]]:
+    """For a call: what there is to choose from, and what a query and a key cost with each.
+
+    Scores that need many registers themselves get smaller blocks and no try.
+    """
+    sizes = _find(_FORWARD, d, dv)
+    assert sizes is not None
     if dropout or alibi:
-        sizes = sizes._replace(
-            block=min(sizes.block, 96 if dv <= 128 else 64 if dv <= 192 else 48), lazy=False
-        )
-    return sizes
+        block = 96 if dv <= 128 else 64 if dv <= 192 else 48
+        return [(sizes._replace(block=min(sizes.block, block), lazy=False), 1.0)]
+    three = _THREE.get(padded(max(d, dv)))
+    return [(sizes, 1.0)] if three is None else [(sizes, 1.0), three]
 
 
 class BackwardSizes(NamedTuple):
@@ -66,42 +85,71 @@ class BackwardSizes(NamedTuple):
     swapped: bool = False
     store_last: bool = False
     whole: bool = False
+    folded: bool = False
+    kept: int = 0
 
 
 # By the products' columns (d, dv). The first that matches.
 _BACKWARD: tuple[tuple[int, int, BackwardSizes], ...] = (
-    (64, 64, BackwardSizes(128, 2, 2, late=True, early_delta=True)),
-    (96, 96, BackwardSizes(64, 3, 2, late=True, early_lse=True, early_delta=True)),
+    (64, 64, BackwardSizes(128, 2, 2, late=True, store_last=True, folded=True)),
+    (80, 80, BackwardSizes(128, 2, 1, late=True, folded=True)),
+    (96, 96, BackwardSizes(64, 3, 2, late=True, early_lse=True, store_last=True, folded=True)),
     (128, 128, BackwardSizes(64, 2, 1, True, True, True, True, True)),
     (192, 128, BackwardSizes(64, 2, 1, early_lse=True, whole=True)),
 )
 
+# The order that takes the fewest registers.
+_PLAIN: tuple[tuple[int, int, BackwardSizes], ...] = (
+    (64, 64, BackwardSizes(128, 2, 2, late=True)),
+    (96, 96, BackwardSizes(64, 3, 2)),
+    (128, 128, BackwardSizes(64, 2, 1)),
+    (192, 128, BackwardSizes(64, 4, 1)),
+)
 
-def backward_sizes(d: int, dv: int, many: bool) -> BackwardSizes | None:
-    """For a call, if there are any; `many` features leave no registers for large blocks."""
-    found = (each for limit, limit_v, each in _BACKWARD if d <= limit and dv <= limit_v)
-    sizes = next(found, None)
-    if sizes is not None and many:
-        if sizes.block > 64:
-            return BackwardSizes(64, 3, sizes.items)
-        return _plain(sizes)
-    return sizes
+# Where keys are seen by fewer queries than this: items are short.
+_SHORT: dict[int, tuple[int, BackwardSizes]] = {
+    64: (1024, BackwardSizes(128, 2, 2, late=True, folded=True)),
+    80: (
+        512,
+        BackwardSizes(64, 3, 2, late=True, early_lse=True, store_last=True, folded=True),
+    ),
+}
+
+# dK and dQ where dV is computed by a launch of its own.
+_PAIRED = BackwardSizes(64, 1, 1, folded=True, kept=2)
 
 
-def _plain(sizes: BackwardSizes) -> BackwardSizes:
-    """The same blocks in the order that takes the fewest registers."""
-    if sizes.whole:
-        return BackwardSizes(64, 4, 1)
-    return BackwardSizes(*sizes[:3], late=sizes.block > 64)
+def backward_sizes(d: int, dv: int, many: bool, fp16: bool) -> BackwardSizes | None:
+    """For a call, if there are any.
+
+    `many` features leave no registers for large blocks. In fp16 small p times the softmax scale
+    would lose digits: they are not folded.
+    """
+    sizes, plain = _find(_BACKWARD, d, dv), _find(_PLAIN, d, dv)
+    if sizes is None or plain is None:
+        return None
+    if many:
+        return plain if plain.block == 64 else BackwardSizes(64, 3, 2)
+    return _folded(sizes, fp16)
+
+
+def _folded(sizes: BackwardSizes, fp16: bool) -> BackwardSizes:
+    return sizes._replace(folded=sizes.folded and not fp16)
 
 
 class GradientLaunch(NamedTuple):
-    """A launch of the backward: how it is cut up, and what it computes; see `BackwardTraits`."""
+    """A launch of the backward: how it is cut up, and what it computes; see `BackwardTraits`.
+
+    Attributes:
+        short: how it is cut up where keys are seen by fewer than `few` queries.
+    """
 
     sizes: BackwardSizes
     dq: bool = True
     only: str = ""
     exchanged: bool = False
+    few: int = 0
+    short: BackwardSizes | None = None
 
 
 # Blocks of launches that compute one gradient each: of keys for dQ, of queries for dK and for dV.
@@ -113,22 +161,29 @@ _ALONE: tuple[tuple[int, int, tuple[BackwardSizes, BackwardSizes, BackwardSizes]
 )
 
 
-def backward_launches(d: int, dv: int, many: bool, ordered: bool) -> list[GradientLaunch]:
+@cache
+def backward_launches(
+    d: int, dv: int, many: bool, fp16: bool, ordered: bool
+) -> tuple[GradientLaunch, ...]:
     """For a call; `ordered`: dQ is not to be added up in any order that comes.
 
     dK and dV of 64 keys fit into a consumer's registers up to head dimension 128, or 192 with
-    values of 128; beyond that each gradient is computed by a launch of its own.
+    values of 128; beyond that dV is computed by a launch of its own.
     """
-    sizes = backward_sizes(d, dv, many)
+    sizes = backward_sizes(d, dv, many, fp16)
     if sizes is not None and not ordered:
-        return [GradientLaunch(sizes)]
-    of_dq, of_dk, of_dv = next(
-        each for limit, limit_v, each in _ALONE if d <= limit and dv <= limit_v
-    )
+        few, short = (0, None) if many else _SHORT.get(padded(max(d, dv)), (0, None))
+        return (GradientLaunch(sizes, few=few, short=short and _folded(short, fp16)),)
+    alone = _find(_ALONE, d, dv)
+    assert alone is not None
+    of_dq, of_dk, of_dv = alone
     if many:
-        of_dq = of_dq._replace(block=min(of_dq.block, 64))
-        of_dk, of_dv = (x._replace(block=min(x.block, 64)) for x in (of_dk, of_dv))
+        of_dq, of_dk, of_dv = (each._replace(block=min(each.block, 64)) for each in alone)
+    if not ordered:
+        pair = GradientLaunch(_folded(_PAIRED, fp16), True, "dk")
+        return pair, GradientLaunch(_folded(of_dv._replace(folded=True), fp16), False, "dv")
     queries = GradientLaunch(of_dq, False, "dk", True)
-    if sizes is not None:
-        return [GradientLaunch(_plain(sizes), False), queries]
-    return [GradientLaunch(of_dk, False, "dk"), GradientLaunch(of_dv, False, "dv"), queries]
+    plain = sizes if many else _find(_PLAIN, d, dv)
+    if plain is not None:
+        return GradientLaunch(plain, False), queries
+    return GradientLaunch(of_dk, False, "dk"), GradientLaunch(of_dv, False, "dv"), queries

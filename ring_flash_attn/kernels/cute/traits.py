@@ -141,6 +141,9 @@ class BackwardTraits:
         store_last: ds goes to shared memory behind the issue of dQ and dK, not before it.
         whole: with a head dimension above 128, too, scores of a block are computed at a time, not
             of half of it; dP begins when p is rounded, dQ when dK is complete; dout has one stage.
+        folded: p and ds are rounded with the softmax scale in them, which comes with lse: so dQ and
+            dK need it no more, and dV is divided by it.
+        kept: parts of dQ of a block that the adder gets in the next one, where dV is not computed.
         swapped: dQ is computed transposed, (d, queries), with whole columns for each consumer.
         even: d and dv are the head dimensions.
         softcap, alibi, dropout: features.
@@ -148,7 +151,7 @@ class BackwardTraits:
         fresh: dK and dV are written, else added to.
         rounded: dK and dV are in `dtype`, and the launch is the only one; else in fp32.
         dq: compute it, too.
-        only: "dk" or "dv": compute nothing else.
+        only: "dk" or "dv": of these compute the other one not.
         exchanged: items are queries and blocks are keys, and what is called dK is dQ.
     """
 
@@ -164,6 +167,8 @@ class BackwardTraits:
     swapped: bool = False
     store_last: bool = False
     whole: bool = False
+    folded: bool = False
+    kept: int = 0
     even: bool = True
     softcap: bool = False
     alibi: bool = False
@@ -176,7 +181,8 @@ class BackwardTraits:
     exchanged: bool = False
 
     def __post_init__(self) -> None:
-        assert not (self.dq and self.only)
+        assert not self.dq or self.only in ("", "dk")
+        assert not self.paired or (self.block == ROWS and self.stages == 1)
         assert not self.exchanged or self.only == "dk"
         assert not (self.late and (self.softcap or self.dropout)), "p is gone by then"
         assert not self.whole or (self.block == ROWS and self.dq and not self.swapped)
@@ -195,7 +201,7 @@ class BackwardTraits:
 
     @property
     def dout_stages(self) -> int:
-        return 1 if self.whole else self.stages
+        return 1 if self.separate else self.stages
 
     @property
     def early_columns(self) -> int:
@@ -213,10 +219,30 @@ class BackwardTraits:
         return self.block // self.piece
 
     @property
+    def paired(self) -> bool:
+        """dK and dQ are computed, and dV is not."""
+        return self.dq and self.only == "dk"
+
+    @property
+    def separate(self) -> bool:
+        """dout has stages of its own."""
+        return self.whole or self.paired
+
+    @property
+    def parts(self) -> int:
+        """Of a consumer's dQ of a block, which the adder takes one by one."""
+        return self.d // (32 * CONSUMERS) if self.paired else self.pieces
+
+    @property
     def dq_columns(self) -> int:
-        """That a consumer computes at a time; multiples of 16: TMA adds whole lines of 64 bytes."""
-        parts = CONSUMERS * self.pieces
+        """Of a part; multiples of 16: TMA adds whole lines of 64 bytes."""
+        parts = CONSUMERS * self.parts
         return self.d if self.by_rows else -(-self.d // (16 * parts)) * 16
+
+    @property
+    def product_columns(self) -> int:
+        """Of dQ, that a consumer computes at a time."""
+        return self.dq_columns * (self.parts if self.paired else 1)
 
     @property
     def dq_rows(self) -> int:
@@ -230,7 +256,7 @@ class BackwardTraits:
 
     @property
     def ds_buffers(self) -> int:
-        return 2 * CONSUMERS if self.dq else CONSUMERS
+        return 2 * CONSUMERS if self.dq and not self.paired else CONSUMERS
 
     @property
     def values(self) -> int:
@@ -240,7 +266,7 @@ class BackwardTraits:
     @property
     def width(self) -> int:
         """Columns of keys in shared memory."""
-        return self.d if self.by_rows else CONSUMERS * self.pieces * self.dq_columns
+        return self.d if self.by_rows else CONSUMERS * self.parts * self.dq_columns
 
     @property
     def shared(self) -> int:
@@ -294,5 +320,6 @@ class BackwardShared(NamedTuple):
     values: Ring
     queries: Ring
     douts: Ring
+    ready: Any  # of ds, where it has one buffer
     sums: Ring
     landed: Any

@@ -43,7 +43,7 @@ def stats_kernel(
     """
     pair, rows, mask, lse, delta = stats_of_rows(
         lse_ptr, delta_ptr, length, nheads, count, l_batch, l_head, l_row, e_batch, e_head, e_row,
-        BLOCK,
+        0.0, BLOCK,
     )
     stats_ptr += (pair * length + rows) * 2
     tl.store(stats_ptr, lse, mask=mask)
