@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .base import Call
 from .device_cache import capturing, stream_handle
-from .tables import Table
+from .tables import LaunchSize, Table
 
 MARGIN = "RFA_SM_MARGIN"
 _PROGRAMS = 8  # for each processor in a section: four times what runs at once
@@ -54,6 +54,15 @@ def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
     else:
         wanted = -(-_PROGRAMS * processors(call.device) // count)
     return min(pairs, -(-wanted // sharing) * sharing)
+
+
+def duration(size: LaunchSize, pairs: int, device: torch.device) -> float:
+    """Of a launch for so many pairs, roughly, where an entry of the scores takes 1.
+
+    Blocks are chosen by it, and results depend on them: so not on how many processors are left to
+    others.
+    """
+    return size.time(pairs, processors(device))
 
 
 def split(work: Table, batch: int, call: Call) -> int:

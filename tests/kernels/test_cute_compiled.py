@@ -6,9 +6,11 @@ import importlib.util
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -205,3 +207,24 @@ def test_order_of_registers(monkeypatch: pytest.MonkeyPatch, columns: int) -> No
     # (lane % 4, lane // 4, warp) and (e, r, g), as row + 64 · column
     assert threads_c == f"((4,8,4),((2,2,{columns // 8}),(1,1))):((128,1,16),((64,8,512),(0,0)))"
     assert threads_a == "((4,8,4),((2,2,2),(1,1))):((128,1,16),((64,8,512),(0,0)))"
+
+
+def test_it_says_that_the_compiler_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once."""
+    from ring_flash_attn.kernels.cute import compiled
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    compiled.warn_of_old_libraries.cache_clear()
+    monkeypatch.setattr(compiled, "version", missing)
+    with pytest.warns(UserWarning, match=r"libs-cu13 is not installed.*ring-flash-attn\[cute\]"):
+        compiled.warn_of_old_libraries()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled.warn_of_old_libraries()
+    monkeypatch.setattr(compiled, "version", lambda name: "4.8.1")
+    compiled.warn_of_old_libraries.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled.warn_of_old_libraries()

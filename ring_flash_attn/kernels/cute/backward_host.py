@@ -19,7 +19,7 @@ from ..scheduler import counter, free_processors, section, split
 from ..tables import Table, table
 from ..tma import fit, tma_strides
 from .host import _DTYPES, _CompiledLaunch, _strides
-from .sizes import SHARED, BackwardSizes, GradientLaunch, backward_launches, backward_sizes, padded
+from .sizes import SHARED, BackwardSizes, GradientLaunch, backward_launches, padded
 
 if TYPE_CHECKING:  # it needs CuTe DSL
     from .traits import BackwardTraits
@@ -37,11 +37,6 @@ def ordered(call: Call) -> bool:
 def _many(call: Call) -> bool:
     """Features that leave few registers."""
     return call.softcap > 0 or call.dropout_p > 0 or call.alibi_slopes is not None
-
-
-def sizes_of(call: Call) -> BackwardSizes | None:
-    """How one launch for all gradients is cut up; None if they need several."""
-    return backward_sizes(call.headdim, call.headdim_v, _many(call), call.dtype is torch.float16)
 
 
 def launches_of(call: Call) -> tuple[GradientLaunch, ...]:

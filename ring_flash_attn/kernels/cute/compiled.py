@@ -8,8 +8,10 @@ the process if two do.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
 from typing import Any, cast
@@ -25,6 +27,7 @@ from .traits import BackwardTraits, Traits
 _FORWARD = 11, 11, 18  # addresses, sizes and strides: see `Forward.__call__`
 _BACKWARD = 14, 13, 21
 _compiling = Lock()
+_LIBRARIES = "nvidia-cutlass-dsl-libs-cu13"
 
 
 def forward_kernel(traits: Traits) -> Callable[..., None]:
@@ -82,8 +85,22 @@ def compile_backward(traits: BackwardTraits, options: str = "") -> Any:
     return _compile(Backward(traits), _BACKWARD, options)
 
 
+@cache
+def warn_of_old_libraries() -> None:
+    """CUDA 12's ptxas runs products one by one: the kernel is right, and slow."""
+    try:
+        version(_LIBRARIES)
+    except PackageNotFoundError:
+        warnings.warn(
+            f"kernel cute: {_LIBRARIES} is not installed; in kernels of CUDA 12 products "
+            'wait for each other, so they are slow: `pip install "ring-flash-attn[cute]"`',
+            stacklevel=2,
+        )
+
+
 def _compile(kernel: Any, counts: tuple[int, int, int], options: str) -> Any:
     """With numbers that stand for any."""
+    warn_of_old_libraries()
     addresses, sizes, strides = counts
     arguments = [
         *[Int64(16)] * addresses,

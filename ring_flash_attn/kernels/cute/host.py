@@ -22,7 +22,7 @@ from ...plan.tiles import Tile
 from ..base import Call, State
 from ..device_cache import DeviceCache, on_device, stream_handle
 from ..dropout import threshold
-from ..scheduler import counter, free_processors, section
+from ..scheduler import counter, duration, free_processors, section
 from ..tables import Table, launch_size, table
 from ..tma import fit, tma_strides
 from .sizes import SHARED, WIDTHS, ForwardSizes, forward_sizes, padded, width_of
@@ -176,11 +176,10 @@ def candidates(call: Call) -> list[tuple[ForwardSizes, float]]:
 def _fastest(
     known: list[tuple[ForwardSizes, float]], tiles: Sequence[Tile], pairs: int, device: torch.device
 ) -> ForwardSizes:
-    programs = free_processors(device)
-
     def time(choice: tuple[ForwardSizes, float]) -> float:
         sizes, cost = choice
-        return cost * launch_size(tiles, sizes.consumers * _ROWS, sizes.block).time(pairs, programs)
+        size = launch_size(tiles, sizes.consumers * _ROWS, sizes.block)
+        return cost * duration(size, pairs, device)
 
     return min(known, key=time)[0]
 
