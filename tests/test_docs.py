@@ -549,7 +549,7 @@ def test_figures_of_three_implementations_are_those_of_the_file() -> None:
     for row in stored("kernels"):
         if row.failed is None:
             shapes.setdefault(str(Workload.from_dict(row.workload)), []).append(row)
-    lines = table("results/README.md", "three")
+    lines, compared = table("results/README.md", "three"), []
     assert len(lines) == len(shapes) == 15
     for (shape, *shown, of_triton, of_cute), rows in zip(lines, shapes.values(), strict=True):
         assert shape.startswith(f"{rows[0].workload['batch']}, {rows[0].workload['nheads']}/")
@@ -563,9 +563,11 @@ def test_figures_of_three_implementations_are_those_of_the_file() -> None:
             forward, backward = speed[name, "forward"] / best[0], speed[name, "backward"] / best[1]
             assert ratios == f"{forward:.2f} / {backward:.2f}", shape
         errors = {row.implementation: row.errors for row in rows if row.errors}
+        compared += [rows[0].workload["headdim"]] if errors else []
         for tensor, error in errors.get("cute", {}).items():
             best = min(errors[name][tensor]["rmse"] for name in names[2:] if name in errors)
             assert error["rmse"] <= 1.1 * best, (shape, tensor)
+    assert compared == [80], "as the text says"
 
 
 def test_figures_of_ranks_with_both_kernels_are_those_of_the_file() -> None:

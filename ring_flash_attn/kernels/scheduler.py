@@ -40,9 +40,9 @@ def free_processors(device: torch.device) -> int:
 def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
     """How many pairs of batch and head are under way together; see `place` in the kernels.
 
-    Programs that own keys read q and dout, and add to dQ: more of a pair than fits into the L2
-    cache as a rule. They share what they read if several go through the same pair together. And all
-    sections are as wide: a last one with few pairs would not occupy all SMs.
+    Programs that own keys read q and dout, and add to dQ: of all pairs together more than fits into
+    the L2 cache as a rule. They share what they read if several go through the same pair together.
+    And the last section is about as wide as the others: with few pairs it would not occupy all SMs.
     """
     sharing = nheads // call.nheads_k  # those with the same keys and values
     if work.level:  # whatever comes last takes as long: there is nothing to win but the cache
@@ -50,9 +50,11 @@ def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
     count = len(work.blocks)
     if work.by_key:
         sections = -(-pairs * min(_TOGETHER, count) // processors(call.device))
-        wanted = -(-pairs // sections)
-    else:
-        wanted = -(-_PROGRAMS * processors(call.device) // count)
+        least = -(-pairs // (sections * sharing))
+        widths = range(least, least + least // 4 + 1)
+        groups = pairs // sharing
+        return max(widths, key=lambda width: ((groups - 1) % width + 1) / width) * sharing
+    wanted = -(-_PROGRAMS * processors(call.device) // count)
     return min(pairs, -(-wanted // sharing) * sharing)
 
 
@@ -68,7 +70,7 @@ def duration(size: LaunchSize, pairs: int, device: torch.device) -> float:
 def split(work: Table, batch: int, call: Call) -> int:
     """Into how many parts a group of query heads goes, so that there is work for all programs.
 
-    As few as it takes for none to be much longer than a program's share. As parts are added up one
+    As few as it takes for each to be shorter than a program's share. As parts are added up one
     by one, results depend on it: so not on how many processors are left to others.
     """
     group = call.nheads // call.nheads_k

@@ -118,7 +118,8 @@ def launch_size(tiles: Sequence[Tile], block: int, loop: int) -> LaunchSize:
     longest: dict[int, float] = {}
     for query, key, low, high, *_ in tiles:
         count = -(-query.length // block)
-        most = -(-min(key.length, query.length + high, high - low + block) // loop)
+        most = min(key.length, query.length + high) - max(low, 0)
+        most = -(-min(most, high - low + block) // loop)
         cut = (high < key.length - 1) + (low > 1 - query.length)
         mean = float(most)
         if cut:

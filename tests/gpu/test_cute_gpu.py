@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -283,6 +284,50 @@ def test_the_same_every_time(headdims: tuple[int, int]) -> None:
     for _ in range(20):
         for name, a, b in zip(NAMES, first, _results(run, inputs)):
             assert torch.equal(a, b), name
+
+
+# More work than SMs: several items and heads for each program, gradients in two bytes.
+
+LARGE = [(16, 777, 4, 4, False), (1, 4096, 16, 8, True), (2, 3000, 12, 2, True)]
+
+
+@pytest.mark.parametrize("headdims", HEADDIMS[:7])
+@pytest.mark.parametrize("shape", LARGE)
+def test_many_items(headdims: tuple[int, int], shape: tuple[int, int, int, int, bool]) -> None:
+    """Gradients are those of deterministic calls, whose launches compute one or two each."""
+    batch, tokens, nheads, nheads_k, causal = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    d, dv = headdims
+    inputs = [
+        torch.randn(batch, tokens, heads, width, generator=generator, device="cuda").bfloat16()
+        for heads, width in ((nheads, d), (nheads_k, d), (nheads_k, dv), (nheads, dv))
+    ]
+    want = _results(_attend(causal=causal, deterministic=True), inputs)
+    errors = _errors(_results(_attend(causal=causal), inputs), [x.double() for x in want])
+    assert all(each < TOLERANCE[torch.bfloat16] for each in errors.values()), errors
+
+
+@pytest.mark.parametrize("headdims", [(64, 64), (256, 256)])
+def test_sums_over_the_steps_of_a_ring(headdims: tuple[int, int]) -> None:
+    """Every step adds to dQ, dK and dV in fp32, with as many key heads as query heads."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = [
+        torch.randn(1, 8192, 8, width, generator=generator, device="cuda").bfloat16()
+        for width in (headdims[0], headdims[0], headdims[1], headdims[1])
+    ]
+
+    ring = partial(
+        rfa.virtual_ring_attention,
+        world_size=4,
+        layout="zigzag",
+        route="ring",
+        sources_per_launch=1,
+        kernel="cute",
+        causal=True,
+    )
+    want = _results(_attend(causal=True, deterministic=True), inputs)
+    errors = _errors(_results(ring, inputs), [x.double() for x in want])
+    assert all(each < TOLERANCE[torch.bfloat16] for each in errors.values()), errors
 
 
 # Rings.

@@ -104,7 +104,7 @@ def test_launches(d: int, dv: int, many: bool, fp16: bool, ordered: bool) -> Non
     launches = list(backward_launches(d, dv, *rules))
     narrower = max([0, *(each for each in WIDTHS if each < d)]) + 8
     assert dv > narrower or list(backward_launches(narrower, dv, *rules)) == launches, "padded"
-    launches += [each._replace(sizes=each.short) for each in launches if each.short]
+    launches += [each._replace(sizes=each.for_few) for each in launches if each.for_few]
     for launch in launches:
         traits = BackwardTraits(
             d=d,
@@ -119,7 +119,7 @@ def test_launches(d: int, dv: int, many: bool, fp16: bool, ordered: bool) -> Non
         )
         assert traits.shared <= SHARED
         assert not (ordered and traits.dq)
-        if launch.short == launch.sizes:
+        if launch.for_few == launch.sizes:
             continue
         found += ["dq"] * launch.dq
         found += ["dq"] if launch.exchanged else [launch.only] if launch.only else ["dk", "dv"]

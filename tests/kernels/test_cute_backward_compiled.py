@@ -40,9 +40,9 @@ class Case:
 
     def __str__(self) -> str:
         names = [
-            f"{name}{'' if value in (True, False) else value}"
+            name if value is True else f"{name}{value}"
             for name, value in self.flags.items()
-            if name not in PLAIN_ORDER
+            if PLAIN_ORDER.get(name) != value
         ]
         return "-".join([f"{self.d}-{self.dv or self.d}", *names])
 
@@ -54,7 +54,9 @@ FEATURES = [
     *(Case(each.d, each.dv, {"alibi": True}) for each in PLAIN),
     *(Case(each.d, each.dv, {"dropout": True}) for each in PLAIN),
     Case(128, flags={"softcap": True, "alibi": True, "dropout": True, **ADDED}),
-    Case(128, flags={"dtype": "fp16"}),
+    *(Case(d, flags={"dtype": "fp16"}) for d in (64, 80, 96, 128)),
+    Case(64, flags={"late": True, "store_last": False}),  # where keys are seen by few queries
+    Case(80, flags={"block": 64, "stages": 3, "items": 2, "early_lse": True, "store_last": True}),
     Case(128, 64),
     *(Case(each.d, each.dv, {"dq": False, **PLAIN_ORDER}) for each in PLAIN if each.d > 64),
 ]
@@ -67,10 +69,12 @@ ALONE = [
     Case(256, flags={**DQ, "block": 32}),
     Case(256, flags={**KEYS, "only": "dk", "block": 32}),
     Case(256, flags={**KEYS, "only": "dv", "block": 64}),
+    Case(256, flags={**KEYS, "only": "dv", "block": 64, "folded": True}),
 ]
 ALONE += [  # dK with dQ
     Case(192, flags={"only": "dk"}),
     Case(256, flags={"only": "dk"}),
+    Case(256, flags={"only": "dk", "dtype": "fp16"}),
     Case(256, flags={"only": "dk", **ADDED}),
     *(Case(256, flags={"only": "dk", name: True}) for name in ("softcap", "alibi", "dropout")),
 ]

@@ -26,6 +26,7 @@ dK is computed. In an item's first block it is that of some other one, and nobod
                                             and delta (short documents: the producer arrives)
     queries.empty[s] every consumer's warp  it is done with stage s: ds of its block is in shared
                                             memory, and it reads ds of the block before no more
+    douts.empty[s]   every consumer's warp  it has read dout, where that has stages of its own
     sums.full[c]     consumer c's warps     its half of dQ of a block is in shared memory
     sums.empty[c]    its adder              and has been read
     landed           TMA                    a short document's queries are there, to be cleared
@@ -37,10 +38,10 @@ Other launches of the same kernel compute less: dK and dV without dQ; one of the
 queries and keys exchanged, dQ alone, in the order of the keys: then an item is 128 queries, blocks
 are of keys, and "dK" in the code is dQ. See `sizes.backward_launches`.
 
-With head dimension 256 dK and dV of 64 keys do not fit into a consumer's registers together: one
-launch computes dK and dQ, another dV. In the first, ds has one buffer, so dQ is that of the same
-block; a consumer's half of it goes to the adder in parts of 32 columns, the last ones while dP of
-the next block is computed.
+Above head dimension 128, but for 192 with values of 128, dK and dV of 64 keys do not fit into a
+consumer's registers together: one launch computes dK and dQ, another dV. In the first, ds has one
+buffer, so dQ is that of the same block; a consumer's half of it goes to the adder in parts of 32
+columns, the last ones while dP of the next block is computed.
 
     consumer      dP = v·dout'  S = k·q'  ·p·  ·ds·  dQ  dK += ds·q
                         ↓                        ↓  ↑  ↓

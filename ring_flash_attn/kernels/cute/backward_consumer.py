@@ -354,7 +354,7 @@ class BackwardConsumer:
         self, launch: Any, me: Any, item: Any, head: Any, span: Any, tile: Any, n: Any, j: Any,
         h: Any,
     ) -> None:  # fmt: skip
-        """Its part of dK and dV, its ds, and a part of dQ of the block before."""
+        """Its part of dK and dV, its ds, and a part of dQ, mostly of the block before."""
         traits, shared = self.traits, launch.shared
         lane = lane_again()
         u = n * traits.pieces + h
@@ -509,7 +509,7 @@ class BackwardConsumer:
         self.add(me.dk, item.dk, ds, traits.d, stage)
         warpgroup.wait_group(1)
         ready.release(n)
-        sent = traits.parts - traits.kept
+        sent = traits.dq_parts - traits.kept
         self.hand_over(launch, me, dq, n, 0, sent)
         if const_expr(traits.kept > 0):
             for i in cutlass.range_constexpr(cute.size(item.kept)):
@@ -523,8 +523,8 @@ class BackwardConsumer:
         traits = self.traits
         if const_expr(traits.kept > 0):
             if n >= item.first:
-                first = traits.parts - traits.kept
-                self.hand_over(launch, me, item.kept, n, first, traits.parts)
+                first = traits.dq_parts - traits.kept
+                self.hand_over(launch, me, item.kept, n, first, traits.dq_parts)
 
     @cute.jit
     def hand_over(
@@ -536,7 +536,7 @@ class BackwardConsumer:
         size = traits.dq_columns // 2  # registers of a part
         for h in cutlass.range_constexpr(first, last):
             part = [dq[size * (h - first) + i] for i in range(size)]
-            self.put_dq(launch, me, part, n * traits.parts + h, lane_again())
+            self.put_dq(launch, me, part, n * traits.dq_parts + h, lane_again())
             self.fence()
             self.say_dq(launch.shared, me)
 

@@ -94,8 +94,8 @@ def _keys(
 ) -> None:
     """A launch for what belongs to keys, whose groups of query heads may go in parts."""
     work = table(tiles, _KEYS, launch.sizes.block, True, dq.device)
-    if launch.short is not None and work.total < launch.few * len(work.blocks):
-        launch = launch._replace(sizes=launch.short)
+    if launch.for_few is not None and work.total < launch.few * len(work.blocks):
+        launch = launch._replace(sizes=launch.for_few)
         work = table(tiles, _KEYS, launch.sizes.block, True, dq.device)
     parts = split(work, dq.shape[0], call)
     given = [x for name, x in (("dk", grads.dk), ("dv", grads.dv)) if launch.only in ("", name)]

@@ -262,7 +262,7 @@ class Adder:
         """Of all items."""
         traits = self.traits
         shift = c * ROWS if const_expr(traits.by_rows) else Int32(0)
-        columns = traits.parts * traits.dq_columns
+        columns = traits.dq_parts * traits.dq_columns
         column = Int32(0) if const_expr(traits.by_rows) else c * columns
         w = Int32(0)
         n = Int32(0)
@@ -280,7 +280,7 @@ class Adder:
                     while j < queries.end:
                         start = inside(j, queries.length, traits.block)
                         row = queries.row + start + shift
-                        for h in cutlass.range_constexpr(traits.parts):
+                        for h in cutlass.range_constexpr(traits.dq_parts):
                             part_column = column + h * traits.dq_columns
                             cute.arch.mbarrier_wait(shared.sums.full + c, n & 1)
                             if const_expr(traits.short):

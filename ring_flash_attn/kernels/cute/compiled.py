@@ -54,6 +54,7 @@ def _backward_kernel(traits: BackwardTraits) -> Callable[..., None]:
 
 def load_or_compile(name: str, traits: object, compiles: Callable[[], Any]) -> Callable[..., None]:
     """The kernel `name` for these traits: from its object file, or compiled now and stored."""
+    warn_of_old_libraries()
     path, function = stored.path_of(name, traits), f"rfa_{name}"
     if path is not None and os.path.exists(path):  # false, too, where it may not look
         loaded = _load(path, function)
@@ -100,7 +101,6 @@ def warn_of_old_libraries() -> None:
 
 def _compile(kernel: Any, counts: tuple[int, int, int], options: str) -> Any:
     """With numbers that stand for any."""
-    warn_of_old_libraries()
     addresses, sizes, strides = counts
     arguments = [
         *[Int64(16)] * addresses,

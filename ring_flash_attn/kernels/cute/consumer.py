@@ -352,7 +352,10 @@ class Consumer:
         multiply(me.pv, as_c(work.out, traits.dv), p, v, steps, True)
 
     def uniform(self, stage: Any) -> Any:
-        """A stage, so that descriptors are computed in uniform registers, where they are many."""
+        """A stage, so that descriptors are computed in uniform registers.
+
+        With fewer columns they are anyway, and with 256 ptxas has them in vector registers still.
+        """
         return uniform_again(stage) if 128 < self.traits.d < 256 else stage
 
     @cute.jit

@@ -167,14 +167,17 @@ def sizes_of(tiles: Sequence[Tile], call: Call, q: Tensor) -> ForwardSizes:
     return _sizes.get(tiles, q.device, wanted, lambda: _fastest(known, tiles, pairs, q.device))
 
 
-def candidates(call: Call) -> list[tuple[ForwardSizes, float]]:
+def candidates(call: Call) -> tuple[tuple[ForwardSizes, float], ...]:
     """How its launches may be cut up, and what a query and a key cost then."""
     d, dv = padded(call.headdim), padded(call.headdim_v)
     return forward_sizes(d, dv, call.dropout_p > 0, call.alibi_slopes is not None)
 
 
 def _fastest(
-    known: list[tuple[ForwardSizes, float]], tiles: Sequence[Tile], pairs: int, device: torch.device
+    known: Sequence[tuple[ForwardSizes, float]],
+    tiles: Sequence[Tile],
+    pairs: int,
+    device: torch.device,
 ) -> ForwardSizes:
     def time(choice: tuple[ForwardSizes, float]) -> float:
         sizes, cost = choice

@@ -303,8 +303,8 @@ class Columns(NamedTuple):
     """What is known of a block's queries, in shared memory or registers.
 
     Attributes:
-        lse: in base 2, +inf where no key was seen: registers, or the address of a thread's first in
-            shared memory.
+        lse: in base 2, less log2 of the softmax scale if `folded`, +inf where no key was seen:
+            registers, or the address of a thread's first in shared memory.
         delta: the same of what is subtracted from dp.
         hash: dropout's, of the head.
 
@@ -399,7 +399,7 @@ def score_gradients(
     ds: Any, s: Any, dp: Any, rows: Any, columns: Any, dropout: Any, bits: Any,
     traits: cutlass.Constexpr,
 ) -> None:  # fmt: skip
-    """ds, rounded, without the softmax scale."""
+    """ds, rounded, with the softmax scale if `s` has it (`folded`)."""
     pairs = cute.recast_tensor(ds, Int32)
     for g in cutlass.range_constexpr(cute.size(s) // 4):
         delta = columns.delta if const_expr(traits.exchanged) else pair_of(columns.delta, g)

@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeVar
 WIDTHS = (64, 80, 96, 128, 192, 256)  # head dimensions that there are kernels for
 SHARED = 227 * 1024  # bytes of a program on Hopper
 
-
 Found = TypeVar("Found")
 
 
@@ -59,7 +58,9 @@ def _find(table: tuple[tuple[int, int, Found], ...], d: int, dv: int) -> Found |
 
 
 @cache
-def forward_sizes(d: int, dv: int, dropout: bool, alibi: bool) -> list[tuple[ForwardSizes, float]]:
+def forward_sizes(
+    d: int, dv: int, dropout: bool, alibi: bool
+) -> tuple[tuple[ForwardSizes, float], ...]:
     """For a call: what there is to choose from, and what a query and a key cost with each.
 
     Scores that need many registers themselves get smaller blocks and no try.
@@ -68,9 +69,9 @@ def forward_sizes(d: int, dv: int, dropout: bool, alibi: bool) -> list[tuple[For
     assert sizes is not None
     if dropout or alibi:
         block = 96 if dv <= 128 else 64 if dv <= 192 else 48
-        return [(sizes._replace(block=min(sizes.block, block), lazy=False), 1.0)]
+        return ((sizes._replace(block=min(sizes.block, block), lazy=False), 1.0),)
     three = _THREE.get(padded(max(d, dv)))
-    return [(sizes, 1.0)] if three is None else [(sizes, 1.0), three]
+    return ((sizes, 1.0),) if three is None else ((sizes, 1.0), three)
 
 
 class BackwardSizes(NamedTuple):
@@ -107,7 +108,7 @@ _PLAIN: tuple[tuple[int, int, BackwardSizes], ...] = (
 )
 
 # Where keys are seen by fewer queries than this: items are short.
-_SHORT: dict[int, tuple[int, BackwardSizes]] = {
+_FEW: dict[int, tuple[int, BackwardSizes]] = {
     64: (1024, BackwardSizes(128, 2, 2, late=True, folded=True)),
     80: (
         512,
@@ -141,7 +142,7 @@ class GradientLaunch(NamedTuple):
     """A launch of the backward: how it is cut up, and what it computes; see `BackwardTraits`.
 
     Attributes:
-        short: how it is cut up where keys are seen by fewer than `few` queries.
+        for_few: how it is cut up where keys are seen by fewer than `few` queries.
     """
 
     sizes: BackwardSizes
@@ -149,7 +150,7 @@ class GradientLaunch(NamedTuple):
     only: str = ""
     exchanged: bool = False
     few: int = 0
-    short: BackwardSizes | None = None
+    for_few: BackwardSizes | None = None
 
 
 # Blocks of launches that compute one gradient each: of keys for dQ, of queries for dK and for dV.
@@ -168,12 +169,12 @@ def backward_launches(
     """For a call; `ordered`: dQ is not to be added up in any order that comes.
 
     dK and dV of 64 keys fit into a consumer's registers up to head dimension 128, or 192 with
-    values of 128; beyond that dV is computed by a launch of its own.
+    values of 128; beyond that dV is computed by a launch of its own, and so is dK if ordered.
     """
     sizes = backward_sizes(d, dv, many, fp16)
     if sizes is not None and not ordered:
-        few, short = (0, None) if many else _SHORT.get(padded(max(d, dv)), (0, None))
-        return (GradientLaunch(sizes, few=few, short=short and _folded(short, fp16)),)
+        few, other = (0, None) if many else _FEW.get(padded(max(d, dv)), (0, None))
+        return (GradientLaunch(sizes, few=few, for_few=other and _folded(other, fp16)),)
     alone = _find(_ALONE, d, dv)
     assert alone is not None
     of_dq, of_dk, of_dv = alone

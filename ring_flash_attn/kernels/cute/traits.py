@@ -151,7 +151,7 @@ class BackwardTraits:
         fresh: dK and dV are written, else added to.
         rounded: dK and dV are in `dtype`, and the launch is the only one; else in fp32.
         dq: compute it, too.
-        only: "dk" or "dv": of these compute the other one not.
+        only: "dk" or "dv": leave out the other of these two.
         exchanged: items are queries and blocks are keys, and what is called dK is dQ.
     """
 
@@ -183,6 +183,8 @@ class BackwardTraits:
     def __post_init__(self) -> None:
         assert not self.dq or self.only in ("", "dk")
         assert not self.paired or (self.block == ROWS and self.stages == 1)
+        assert not self.paired or not (self.whole or self.swapped or self.exchanged)
+        assert 0 <= self.kept <= (self.dq_parts if self.paired else 0)
         assert not self.exchanged or self.only == "dk"
         assert not (self.late and (self.softcap or self.dropout)), "p is gone by then"
         assert not self.whole or (self.block == ROWS and self.dq and not self.swapped)
@@ -229,20 +231,20 @@ class BackwardTraits:
         return self.whole or self.paired
 
     @property
-    def parts(self) -> int:
+    def dq_parts(self) -> int:
         """Of a consumer's dQ of a block, which the adder takes one by one."""
         return self.d // (32 * CONSUMERS) if self.paired else self.pieces
 
     @property
     def dq_columns(self) -> int:
         """Of a part; multiples of 16: TMA adds whole lines of 64 bytes."""
-        parts = CONSUMERS * self.parts
+        parts = CONSUMERS * self.dq_parts
         return self.d if self.by_rows else -(-self.d // (16 * parts)) * 16
 
     @property
     def product_columns(self) -> int:
         """Of dQ, that a consumer computes at a time."""
-        return self.dq_columns * (self.parts if self.paired else 1)
+        return self.dq_columns * (self.dq_parts if self.paired else 1)
 
     @property
     def dq_rows(self) -> int:
@@ -266,7 +268,7 @@ class BackwardTraits:
     @property
     def width(self) -> int:
         """Columns of keys in shared memory."""
-        return self.d if self.by_rows else CONSUMERS * self.parts * self.dq_columns
+        return self.d if self.by_rows else CONSUMERS * self.dq_parts * self.dq_columns
 
     @property
     def shared(self) -> int:
@@ -310,7 +312,7 @@ class BackwardShared(NamedTuple):
     dout: Any  # (piece, dv, dout_stages)
     k: Any  # (64, width, 2 · items): two consumers
     v: Any  # (64, dv, 2)
-    ds: Any  # (64, ds_columns, ds_buffers): two blocks, two consumers
+    ds: Any  # (64, ds_columns, ds_buffers): two blocks, or one, and two consumers
     dq: Any  # (dq_rows, dq_columns, 2): each consumer's part
     lse: Any  # (piece, stages)
     delta: Any  # (piece, dout_stages)
