@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -210,6 +211,8 @@ def test_gradients_of_all_launches(
     def row_stats(
         saved: Saved, dout: torch.Tensor, zeros: torch.Tensor | None, shift: float
     ) -> None:
+        folded = not deterministic
+        assert shift == (pytest.approx(math.log2(10)) if folded else 0.0)
         if zeros is not None:
             zeros.zero_()
 
@@ -232,3 +235,31 @@ def test_gradients_of_all_launches(
     for x, old, right in zip(given, before, (wanted.dq, wanted.dk, wanted.dv), strict=True):
         right = right if fresh else old + right
         assert torch.allclose(x.float(), right.to(dtype).float(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("headdim", "queries", "few"),
+    [(64, 900, True), (64, 1100, False), (80, 400, True), (80, 600, False), (96, 100, False)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sizes_where_keys_are_seen_by_few_queries(
+    monkeypatch: pytest.MonkeyPatch, headdim: int, queries: int, few: bool, dtype: torch.dtype
+) -> None:
+    """All see all here, in two documents."""
+    from ring_flash_attn.kernels.base import Grads
+    from ring_flash_attn.kernels.cute import backward_host
+
+    call = Call(torch.device("cpu"), dtype, 1, 1, headdim, headdim, 0.1, Mask(None, None))
+    spans = [Span(n * queries, queries, 0, 1, n, n * queries) for n in range(2)]
+    tiles = [tile for span in spans if (tile := make_tile(span, span, call.mask))]
+    q, k, v, dout = (torch.zeros(1, 2 * queries, 1, headdim, dtype=dtype) for _ in range(4))
+    taken = []
+    monkeypatch.setattr(backward_host, "_launch", lambda *given: taken.append(given[-1].sizes))
+    monkeypatch.setattr(backward_host, "split", lambda *_: 1)
+    (launch,) = backward_host.launches_of(call)
+    grads = Grads(*(torch.zeros_like(x) for x in (q, k, v)), fresh_q=True, fresh_k=True)
+    backward_host._keys((q, k, v, dout), tiles, (q, q), grads.dq, grads, call, launch)
+    assert taken == [launch.for_few if few else launch.sizes]
+    assert launch.for_few != launch.sizes
+    for sizes in (launch.sizes, launch.for_few or launch.sizes):
+        assert sizes.folded == (dtype is torch.bfloat16), "in fp16 small p would lose digits"

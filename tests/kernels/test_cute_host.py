@@ -341,6 +341,46 @@ def test_one_device_and_torch_compile(on_hopper: list[Call]) -> None:
     )
 
 
+# Sizes.
+
+
+def sizes_for(call: Call, tokens: int, batch: int) -> Any:
+    span = Span(0, tokens, 0, 1, 0, 0)
+    tile = make_tile(span, span, call.mask)
+    assert tile is not None
+    return host.sizes_of([tile], call, torch.empty(batch, tokens, call.nheads, call.headdim))
+
+
+def test_three_consumers_where_they_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sequences, or lengths that fill blocks of 192 queries, and enough of them."""
+    monkeypatch.setattr("ring_flash_attn.kernels.scheduler.processors", lambda device: 132)
+    plain = call_of(device=CPU)
+    for tokens, batch, consumers in (
+        (8192, 8, 3),
+        (512, 48, 2),  # blocks of 192 queries leave an eighth of their last one empty
+        (190, 774, 3),
+        (128, 25, 2),
+        (1024, 2, 2),  # so few items that longer ones take longer
+    ):
+        assert sizes_for(plain, tokens, batch).consumers == consumers, tokens
+    for other in ({"dropout_p": 0.1}, {"alibi_slopes": torch.ones(4)}, {"headdim": 128}):
+        assert sizes_for(call_of(device=CPU, **other), 8192, 8).consumers == 2
+
+
+def test_sizes_do_not_depend_on_multiprocessors_left_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ring_flash_attn.kernels.scheduler.processors", lambda device: 132)
+    found = []
+    for free in (132, 66):
+        monkeypatch.setattr(host, "free_processors", lambda device, free=free: free)
+        monkeypatch.setattr(
+            "ring_flash_attn.kernels.scheduler.free_processors", lambda device, free=free: free
+        )
+        found.append([sizes_for(call_of(device=CPU), n, 4) for n in range(256, 4096, 64)])
+    assert found[0] == found[1]
+
+
 # Launches.
 
 
