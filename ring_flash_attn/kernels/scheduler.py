@@ -17,6 +17,7 @@ _PROGRAMS = 8  # for each processor in a section: four times what runs at once
 _COUNTERS = 1024  # launches of captured graphs whose counters need not be set to zero
 _TOGETHER = 8  # programs that go through the queries of one pair at a time
 _LONGEST = 0.9  # of a program's share of the work: longer pieces are split
+_LONGEST_HALVED = 1.25  # the same before every query head goes alone, which takes most memory
 
 
 @cache
@@ -75,8 +76,12 @@ def split(work: Table, batch: int, call: Call) -> int:
     """
     group = call.nheads // call.nheads_k
     share = batch * call.nheads_k * work.total / processors(call.device)
-    parts = (n for n in range(1, group) if group % n == 0 and work.longest <= n * _LONGEST * share)
-    return next(parts, group)
+    fewer = [n for n in range(1, group) if group % n == 0]
+    for limit, parts in ((_LONGEST, fewer), (_LONGEST_HALVED, fewer[-1:])):
+        for n in parts:
+            if work.longest <= n * limit * share:
+                return n
+    return group
 
 
 def counter(device: torch.device) -> Tensor:
