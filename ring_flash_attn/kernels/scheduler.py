@@ -38,6 +38,11 @@ def free_processors(device: torch.device) -> int:
     return count - int(value)
 
 
+def programs(pairs: int, device: torch.device) -> float:
+    """How many run at a time for each pair of batch and head."""
+    return processors(device) / pairs
+
+
 def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
     """How many pairs of batch and head are under way together; see `place` in the kernels.
 

@@ -54,6 +54,7 @@ class BlockEntry(NamedTuple):
 
 TILE_COLUMNS, BLOCK_COLUMNS = 8, 16  # 32 and 64 bytes
 DOCUMENT = BLOCK_COLUMNS - 1  # the column of a block's document, for ALiBi
+_LEVELLING = 0.5  # times the longest in it: work for each program that goes in order of length
 _MUCH = 20  # a twentieth: asking costs 1 to 2 %, skipping saves less than half of a block
 
 
@@ -133,7 +134,12 @@ def launch_size(tiles: Sequence[Tile], block: int, loop: int) -> LaunchSize:
 
 
 def table(
-    tiles: Sequence[Tile], block: int, loop: int, by_key: bool, device: torch.device
+    tiles: Sequence[Tile],
+    block: int,
+    loop: int,
+    by_key: bool,
+    device: torch.device,
+    programs: float = 0.0,
 ) -> Table:
     """The table of a launch.
 
@@ -143,13 +149,20 @@ def table(
         loop: rows of the other side that it takes at a time.
         by_key: programs own keys rather than queries.
         device: where the table is wanted.
+        programs: how many run at a time for each pair of batch and head: if given, those of a
+            document come one after another, see `_order`.
     """
-    wanted = block, loop, by_key
+    wanted = block, loop, by_key, programs
     return _tables.get(tiles, device, wanted, lambda: _build(tiles, *wanted, device))
 
 
 def _build(
-    tiles: Sequence[Tile], block: int, loop: int, by_key: bool, device: torch.device
+    tiles: Sequence[Tile],
+    block: int,
+    loop: int,
+    by_key: bool,
+    programs: float,
+    device: torch.device,
 ) -> Table:
     groups: dict[int, list[tuple[Span, Span, int, int, int]]] = {}
     for tile in tiles:
@@ -179,7 +192,7 @@ def _build(
             blocks.append(BlockEntry(own.start + i, rows, i, *walk, flags, *place))
             documents.append(own.document)
             work.append(sum(seen))
-    order = sorted(range(len(blocks)), key=lambda n: -work[n])  # the longest first
+    order = _order(work, documents, programs)
     in_halves = sum(n for entry, n in zip(blocks, work, strict=True) if 2 * entry.rows <= block)
     windowed = any(tile.low > 1 - tile.query.length for tile in tiles)
     return Table(
@@ -197,6 +210,29 @@ def _build(
         sum(entry.rows for entry in blocks),
         by_key,
     )
+
+
+def _order(work: Sequence[int], documents: Sequence[int], programs: float) -> list[int]:
+    """Of blocks: the longest first, so that all programs end together.
+
+    That mixes documents. Programs that own keys read queries at the rate of the memory then, unless
+    those that run at the same time read the same ones from the L2 cache. So documents come one
+    after another, the longest first; but for the short ones at the end, as many as it takes for
+    all programs to end together.
+    """
+    longest_first = sorted(range(len(work)), key=lambda n: -work[n])
+    if not programs:
+        return longest_first
+    of_documents: dict[int, list[int]] = {}
+    for n in longest_first:
+        of_documents.setdefault(documents[n], []).append(n)
+    apart, left, total = list(of_documents.values()), 0, 0
+    while apart and total <= _LEVELLING * programs * left:
+        last = apart.pop()
+        left, total = work[last[0]], total + sum(work[n] for n in last)
+    first = [n for blocks in apart for n in blocks]
+    taken = set(first)
+    return first + [n for n in longest_first if n not in taken]
 
 
 def _columns(i: int, rows: int, item: tuple[Span, Span, int, int, int]) -> int:

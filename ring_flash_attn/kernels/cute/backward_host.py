@@ -15,7 +15,7 @@ from .. import row_stats
 from ..base import Call, Grads, Saved
 from ..dropout import threshold
 from ..grad_parts import add_up, make_parts
-from ..scheduler import counter, free_processors, section, split
+from ..scheduler import counter, free_processors, programs, section, split
 from ..tables import Table, table
 from ..tma import fit, tma_strides
 from .host import _DTYPES, _CompiledLaunch, _strides
@@ -93,10 +93,11 @@ def _keys(
     launch: GradientLaunch,
 ) -> None:
     """A launch for what belongs to keys, whose groups of query heads may go in parts."""
-    work = table(tiles, _KEYS, launch.sizes.block, True, dq.device)
+    together = programs(dq.shape[0] * call.nheads_k, dq.device)
+    work = table(tiles, _KEYS, launch.sizes.block, True, dq.device, together)
     if launch.for_few is not None and work.total < launch.few * len(work.blocks):
         launch = launch._replace(sizes=launch.for_few)
-        work = table(tiles, _KEYS, launch.sizes.block, True, dq.device)
+        work = table(tiles, _KEYS, launch.sizes.block, True, dq.device, together)
     parts = split(work, dq.shape[0], call)
     given = [x for name, x in (("dk", grads.dk), ("dv", grads.dv)) if launch.only in ("", name)]
     if parts > 1:

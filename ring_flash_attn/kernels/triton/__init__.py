@@ -16,6 +16,7 @@ from ...plan.tiles import Tile
 from .. import row_stats
 from ..base import Call, Grads, Saved, State
 from ..launches import INTERPRETED, launch_plain
+from ..scheduler import programs
 from ..tables import table
 from .backward import keys_kernel, queries_kernel, stats_kernel
 from .config import DTYPES, blocks_for, own_and_loop
@@ -136,7 +137,8 @@ def launch_backward(
     """
     by_key = name == "keys"
     blocks = blocks_for(name, call)
-    work = table(tiles, *own_and_loop(name, blocks), by_key, call.device)
+    together = programs(inputs[0].shape[0] * call.nheads_k, call.device) if by_key else 0.0
+    work = table(tiles, *own_and_loop(name, blocks), by_key, call.device, together)
     heights = blocks.rows, blocks.columns, blocks.columns, blocks.rows
     launch(
         keys_kernel if by_key else queries_kernel,

@@ -17,7 +17,7 @@ from ...base import Call, Grads, Saved, State
 from ...grad_parts import add_up, make_parts
 from ...launches import INTERPRETED, again, first, power_of_2
 from ...row_stats import row_stats
-from ...scheduler import counter, free_processors, section, split
+from ...scheduler import counter, free_processors, programs, section, split
 from ...tables import Table, table
 from ...tma import fit, tma_strides
 
@@ -233,7 +233,8 @@ def _by_keys(
     sizes = backward_sizes(d, dv, call.softcap > 0)
     is_wide = d > 128
     keys = _HALF if is_wide else 2 * _HALF
-    work = table(tiles, keys, sizes.block, True, q.device)
+    together = programs(q.shape[0] * call.nheads_k, q.device)
+    work = table(tiles, keys, sizes.block, True, q.device, together)
     parts = split(work, q.shape[0], call)
     found = [grads.dk, grads.dv]
     if parts > 1:
