@@ -5,19 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ..bench.links import NONE, Link, Topology, find_link
 from ..bench.replays.results import Design, Measured, PackRates, Replay, pack_rates, replay_rows
-from ..bench.results import HOST_WAITS, ON_CPU, cell, check_output, host_cell, make_table
+from ..bench.results import (
+    HOST_WAITS,
+    ON_CPU,
+    Results,
+    cell,
+    check_output,
+    host_cell,
+    make_table,
+    save,
+)
 from ..bench.workload import BACKWARD, BOTH, FORWARD
 from ..kernels.base import AUTO, LIBRARIES
 from . import options
 from .console import Report, print_lines, screen, status, usage_errors, write
 from .options import parse_offsets, parse_seeds
+
+if TYPE_CHECKING:
+    import torch
 
 _MIB = 2**20
 _PASSES = (FORWARD, BACKWARD)  # of packs
@@ -87,7 +99,7 @@ def replay(
     rfa replay --seqlen 16384 --baseline --json replay.json
     """
     from ..bench import replay as run_replay
-    from ..bench.machine import find_device, make_results
+    from ..bench.machine import find_device
     from ..draw.svg import draw_timeline
 
     console = screen()
@@ -131,23 +143,36 @@ def replay(
                 report=report,
             )
 
+        found: list[Replay] = []
         with status(console, "replaying") as report:
-            found = [run(each, _of_pack(each, report)) for each in seeds]
+            for each in seeds:
+                if found and json_file is not None:  # what there is, should the rest not end
+                    save(_results(found, where, repeats), json_file)
+                found.append(run(each, _of_pack(each, report)))
     print_lines(console, explain(found))
     if len(found) == 1:
         for table in (*map(_table, found[0].designs), _costs(found[0])):
             console.print(table)
-    rates = () if documents is None else tuple(pack_rates(found, each) for each in _PASSES)
-    if rates:
-        console.print(_packs(found[0], rates))
+    if documents is not None:
+        console.print(_packs(found[0], _rates(found)))
     print_lines(console, notes(found))
-    details: dict[str, Any] = {"replays": {each.name: each.to_dict() for each in found}}
-    if rates:
-        details["packs"] = {each.passes: each.to_dict() for each in rates}
-    rows = [row for each in found for row in replay_rows(each)]
-    write(console, make_results(rows, where, {"repeats": repeats}, details=details), json_file)
+    write(console, _results(found, where, repeats), json_file)
     if svg is not None:
         write(console, draw_timeline(found[0]), svg)
+
+
+def _rates(found: Sequence[Replay]) -> list[PackRates]:
+    return [pack_rates(found, each) for each in _PASSES]
+
+
+def _results(found: Sequence[Replay], device: torch.device, repeats: int) -> Results:
+    from ..bench.machine import make_results
+
+    details: dict[str, Any] = {"replays": {each.name: each.to_dict() for each in found}}
+    if found[0].workload.drawn is not None:
+        details["packs"] = {each.passes: each.to_dict() for each in _rates(found)}
+    rows = [row for each in found for row in replay_rows(each)]
+    return make_results(rows, device, {"repeats": repeats}, details=details)
 
 
 def _of_pack(seed: int | None, report: Report) -> Report:
