@@ -5,11 +5,11 @@ python benchmarks/simulated.py
 
 from pathlib import Path
 
-from ring_flash_attn.simulate.replayed import function_table, replayed, tables
+from ring_flash_attn.simulate.replayed import function_table, packs, replayed, tables
 
 if __name__ == "__main__":
     results = Path(__file__).parents[1] / "results"
-    rows = list(replayed(results))
-    for row in sorted(rows, key=lambda row: -abs(row.error)):
+    rows, drawn = list(replayed(results)), list(packs(results))
+    for row in sorted(rows + drawn, key=lambda row: -abs(row.error)):
         print(row)
-    print("\n".join(["", *tables(rows), "", *function_table(results)]))
+    print("\n".join(["", *tables(rows, drawn), "", *function_table(results)]))

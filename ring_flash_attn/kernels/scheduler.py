@@ -18,6 +18,9 @@ _COUNTERS = 1024  # launches of captured graphs whose counters need not be set t
 _TOGETHER = 8  # programs that go through the queries of one pair at a time
 _LONGEST = 0.9  # of a program's share of the work: longer pieces are split
 _LONGEST_HALVED = 1.25  # the same before every query head goes alone, which takes most memory
+_UNEVEN = 1.05  # times a bound that no schedule reaches
+_PART = 192  # rows of queries: what it takes to begin a piece, and to add up its gradients
+_WORTH = 0.95  # of the time without: more parts take more memory
 
 
 @cache
@@ -76,17 +79,43 @@ def duration(size: LaunchSize, pairs: int, device: torch.device) -> float:
 def split(work: Table, batch: int, call: Call) -> int:
     """Into how many parts a group of query heads goes, so that there is work for all programs.
 
-    As few as it takes for each to be shorter than a program's share. As parts are added up one
-    by one, results depend on it: so not on how many processors are left to others.
+    As parts are added up one by one, results depend on it: so not on how many processors are left
+    to others.
     """
-    group = call.nheads // call.nheads_k
-    share = batch * call.nheads_k * work.total / processors(call.device)
-    fewer = [n for n in range(1, group) if group % n == 0]
-    for limit, parts in ((_LONGEST, fewer), (_LONGEST_HALVED, fewer[-1:])):
-        for n in parts:
-            if work.longest <= n * limit * share:
-                return n
-    return group
+    pairs, group = batch * call.nheads_k, call.nheads // call.nheads_k
+    key = pairs, group, processors(call.device)
+    if key not in work.parts:
+        work.parts[key] = _parts(work, *key)
+    return work.parts[key]
+
+
+def _parts(work: Table, pairs: int, group: int, count: int) -> int:
+    """As few as it takes for each to be shorter than a program's share, and for even waves."""
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    fewer = divisors[:-1]
+    share = pairs * work.total / count
+    fit = (
+        n
+        for limit, some in ((_LONGEST, fewer), (_LONGEST_HALVED, fewer[-1:]))
+        for n in some
+        if work.longest <= n * limit * share
+    )
+    best = next(fit, group)
+    for n in divisors:
+        if n > best:
+            times = (_in_parts(work, pairs, group, each, count) for each in (n, best))
+            best = n if next(times) < _WORTH * next(times) else best
+    return best
+
+
+def _in_parts(work: Table, pairs: int, group: int, parts: int, count: int) -> float:
+    """How long a launch takes, roughly, in rows of queries."""
+    each = pairs * parts
+    items = len(work.work) * each
+    rounds = range(-(-items // count))  # one program takes n + 1 of the longest n * count + 1
+    longest = max((n + 1) * work.work[n * count // each] for n in rounds) * group / parts
+    even = pairs * group * work.total / count
+    return max(even, _UNEVEN * longest) + items * _PART / count
 
 
 def counter(device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ a tile lies and which band the mask leaves of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -68,22 +68,25 @@ class Table:
         tiles: (tiles, TILE_COLUMNS) int32: `TileEntry`.
         windowed: some tile's band starts inside: there is an edge on the left.
         short: some other side is shorter than a block.
-        longest, total: what the first program, which has most to do, and all together do: rows of
-            the other side.
+        work: what programs do, most first: rows of the other side.
+        longest, total: what the first program and all together do.
         halves: much of the work is in blocks that have no more than half of their rows.
         rows: of all blocks: those that tiles name.
         by_key: these are keys, and the other side is queries.
+        parts: of groups of query heads, by what they depend on; see `scheduler.split`.
     """
 
     blocks: Tensor
     tiles: Tensor
     windowed: bool
     short: bool
+    work: tuple[int, ...]
     longest: int
     total: int
     halves: bool
     rows: int
     by_key: bool
+    parts: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False)
 
     @property
     def level(self) -> bool:
@@ -204,6 +207,7 @@ def _build(
         _on(device, others, TILE_COLUMNS),
         windowed,
         any(other.length < loop for other in others),
+        tuple(sorted(work, reverse=True)),
         max(work),
         sum(work),
         in_halves * _MUCH > sum(work),

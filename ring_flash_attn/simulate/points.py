@@ -88,7 +88,7 @@ def points_of_results(folder: Path) -> list[Point]:
     """Those of an H200: single calls of `rfa compare`, and the bases of replays."""
     found = []
     for path in sorted(folder.glob("*_h200.json")):
-        if path.name.startswith("lab_") or "graphs" in path.name:
+        if path.name.startswith(("lab_", "packs_")) or "graphs" in path.name:
             continue
         content = json.loads(path.read_text())
         rows, replays = content["rows"], content.get("details", {}).get("replays", {})

@@ -20,6 +20,8 @@ from .timeline import run
 
 FUNCTIONS = "ring_h200.json"  # the slowest of three ranks of each distributed function
 FILES = ("replays_h200.json", "replay_kernels_h200.json")
+PACKS = "packs_h200.json"  # packs of documents that were drawn: no row was used for anything
+_EIGHT = 8  # ranks of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,16 @@ class Replayed:
 Key = tuple[str, int, bool, int]  # placement, sources, packed, rank
 
 
-def stored(folder: Path) -> list[tuple[Workload, Placement, int, str, float]]:
-    """The rows of our own ranks."""
+def stored(
+    folder: Path, files: Iterable[str] = FILES
+) -> list[tuple[Workload, Placement, int, str, float]]:
+    """The rows of our own ranks of 8."""
     found = []
-    for name in FILES:
+    for name in files:
         for row in json.loads((folder / name).read_text())["rows"]:
-            if row["implementation"].startswith("baseline"):
-                continue
             at, values = row["placement"], dict(row["workload"])
+            if row["implementation"].startswith("baseline") or at["world_size"] != _EIGHT:
+                continue
             values["seqlen"] *= at["world_size"]
             workload = Workload.from_dict(values)
             placement = Placement(
@@ -89,6 +93,16 @@ def replayed(folder: Path, halves: Iterable[bool] = (True, False)) -> Iterator[R
         if key not in times:
             times[key] = predict(workload, placement, rank)
         yield Replayed(workload, placement, rank, passes, measured, times[key][passes], used[key])
+
+
+def packs(folder: Path) -> Iterator[Replayed]:
+    """Every row of the packs that were drawn."""
+    times: dict[tuple[str, str, int], dict[str, float]] = {}
+    for workload, placement, rank, passes, measured in stored(folder, [PACKS]):
+        key = str(placement), str(workload.drawn), rank
+        if key not in times:
+            times[key] = predict(workload, placement, rank)
+        yield Replayed(workload, placement, rank, passes, measured, times[key][passes], False)
 
 
 def predict(workload: Workload, placement: Placement, rank: int) -> dict[str, float]:
@@ -139,15 +153,17 @@ def function_table(folder: Path) -> list[str]:
     return lines
 
 
-def tables(rows: Iterable[Replayed]) -> list[str]:
-    """Those of docs/planner.md: both halves, and by kernel, layout and route."""
-    rows = list(rows)
+def tables(rows: Iterable[Replayed], drawn: Iterable[Replayed]) -> list[str]:
+    """Those of docs/planner.md: both halves and packs, and by kernel, layout and route."""
+    rows, drawn = list(rows), list(drawn)
     lines = ["| | rows | median error | worst | within 10 % |", "|---|---|---|---|---|"]
-    for name, half in (("fitted", True), ("tested", False)):
-        errors = [abs(row.error) for row in rows if row.fitted is half]
+    fitted, tested = ([row for row in rows if row.fitted is half] for half in (True, False))
+    for name, some in (("fitted", fitted), ("tested", tested), ("packs", drawn)):
+        errors = [abs(row.error) for row in some]
         numbers = f"{_percent(statistics.median(errors))} | {_percent(max(errors))}"
         within = sum(error <= 0.1 for error in errors)
         lines.append(f"| {name} | {len(errors)} | {numbers} | {within} |")
+    rows += drawn
     groups: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         what = "documents" if row.workload.packed else "one document"

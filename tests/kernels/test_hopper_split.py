@@ -118,18 +118,31 @@ def test_processors_left_to_others_change_no_bit(pool: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nheads_k", "seqlen", "parts"),
-    [(8, 8192, 1), (8, 4096, 2), (8, 2048, 2), (8, 1024, 4), (1, 8192, 8), (32, 512, 1)],
+    ("causal", "nheads_k", "seqlen", "parts"),
+    [
+        (True, 8, 8192, 1),
+        (True, 8, 4096, 2),
+        (True, 8, 2048, 2),  # 2.1 programs' shares: four parts would take more memory and longer
+        (True, 8, 1024, 4),
+        (True, 1, 8192, 8),
+        (True, 32, 512, 1),
+        (False, 8, 8192, 1),
+        (False, 8, 4224, 1),  # two waves of 132 programs
+        (False, 8, 4352, 4),  # eight pieces more would be a third
+        (False, 4, 5000, 4),
+    ],
 )
 def test_into_how_many_parts(
-    nheads_k: int, seqlen: int, parts: int, monkeypatch: pytest.MonkeyPatch
+    causal: bool, nheads_k: int, seqlen: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32 query heads under a causal mask, on an H200."""
+    """32 query heads on an H200."""
     from ring_flash_attn.kernels import scheduler
     from ring_flash_attn.kernels.tables import table
 
     monkeypatch.setattr(scheduler, "processors", lambda device: 132)
     cpu, span = torch.device("cpu"), Span(0, seqlen, 0, 1, 0, 0)
-    work = table((Tile(span, span, -seqlen, 0, True, True),), 128, 64, True, cpu)
+    high = 0 if causal else seqlen
+    work = table((Tile(span, span, -seqlen, high, True, True),), 128, 64, True, cpu)
+    assert work.level is not causal or seqlen == 512
     call = Call(cpu, torch.bfloat16, 32, nheads_k, 128, 128, 0.1, Mask(right=0))
-    assert scheduler.split(work, 1, call) == parts
+    assert [scheduler.split(work, 1, call) for _ in range(2)] == [parts] * 2

@@ -87,6 +87,35 @@ def test_a_block_names_its_document(by_key: bool) -> None:
     assert found == list(zip(starts, [2, 2, 0, 0, 0, 0, 5]))
 
 
+@pytest.mark.parametrize("programs", [0.0, 0.1, 4.0, 1000.0])
+def test_documents_of_keys_come_one_after_another_but_for_the_last(programs: float) -> None:
+    """With no programs, or with too many for the work, the longest blocks come first."""
+    from ring_flash_attn.kernels.tables import DOCUMENT, table
+
+    lengths, starts = (40, 300, 7, 170, 64, 300), (0, 40, 340, 347, 517, 581)
+    spans = [Span(a, n, 0, 1, d, a) for d, (n, a) in enumerate(zip(lengths, starts, strict=True))]
+    tiles = [tile for span in spans if (tile := make_tile(span, span, Mask(None, 0)))]
+    made = table(tiles, 32, 32, True, torch.device("cpu"), programs)
+    rows = made.blocks.tolist()
+    assert sorted(row[0] for row in rows) == [
+        a + i for n, a in zip(lengths, starts, strict=True) for i in range(0, n, 32)
+    ]
+    work = [lengths[row[DOCUMENT]] - row[2] for row in rows]
+    assert made.work == tuple(sorted(work, reverse=True))
+    apart = {0.0: 0, 0.1: 5, 4.0: 3, 1000.0: 0}[programs]
+    documents = [row[DOCUMENT] for row in rows]
+    assert list(dict.fromkeys(documents))[:apart] == [1, 5, 3, 4, 0][:apart]
+    rest = [1, 5, 3, 4, 0, 2][apart:]
+    assert set(documents[-len(rest) :]) <= set(rest)
+    count = sum(-(-lengths[n] // 32) for n in rest)
+    assert work[-count:] == sorted(work[-count:], reverse=True)
+    for n in range(len(rows) - count - 1):  # each document in one piece, its longest block first
+        if documents[n] == documents[n + 1]:
+            assert work[n] > work[n + 1]
+        else:
+            assert documents[n] not in documents[n + 1 :]
+
+
 def test_tables_are_made_on_the_host_whatever_the_default_device_is() -> None:
     from ring_flash_attn.kernels.base import Rows
     from ring_flash_attn.kernels.fused_merge import _bits_of

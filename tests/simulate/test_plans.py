@@ -15,7 +15,13 @@ from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.simulate.gpus import find_gpu
 from ring_flash_attn.simulate.meter import Meter
 from ring_flash_attn.simulate.plans import PricedPass, price_rank
-from ring_flash_attn.simulate.replayed import function_table, functions, replayed, tables
+from ring_flash_attn.simulate.replayed import (
+    function_table,
+    functions,
+    packs,
+    replayed,
+    tables,
+)
 
 RESULTS = Path(__file__).parents[2] / "results"
 SMALL = Workload(1, 4096, 8, 2, 128, True)
@@ -95,13 +101,16 @@ def test_the_meter_counts_bytes_of_operations() -> None:
 @pytest.mark.slow
 def test_replays_are_predicted() -> None:
     """Constants were fitted on one half; the other half is no worse. The page has these numbers."""
-    rows = list(replayed(RESULTS))
-    assert len(rows) == 176
+    rows, drawn = list(replayed(RESULTS)), list(packs(RESULTS))
+    assert (len(rows), len(drawn)) == (176, 160)
     page = (RESULTS.parent / "docs" / "planner.md").read_text()
-    assert "\n".join(tables(rows)) in page
+    assert "\n".join(tables(rows, drawn)) in page
     assert "\n".join(function_table(RESULTS)) in page
     errors = [abs(found / measured - 1) for _, _, measured, found in functions(RESULTS)]
     assert max(errors) < 0.06
+    errors = [abs(row.error) for row in drawn]
+    assert statistics.median(errors) < 0.03
+    assert max(errors) < 0.19
     for half in (True, False):
         errors = [abs(row.error) for row in rows if row.fitted is half]
         assert statistics.median(errors) < 0.03
