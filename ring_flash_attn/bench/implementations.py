@@ -55,22 +55,38 @@ def find_implementation(
         raise ValueError(f"unknown implementation {name!r}; choose one of {', '.join(names)}")
 
     def make(workload: Workload, device: torch.device) -> Attention:
-        from ..api import flash_attn_func
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return flash_attn_func(
-                q,
-                k,
-                v,
-                causal=workload.causal,
-                window_size=workload.window,
-                softcap=workload.softcap,
-                kernel=name,
-            )
-
-        return run
+        options = {"softcap": workload.softcap, "kernel": name}
+        library = import_module(__package__.removesuffix(".bench"))
+        return _called(library, workload, device, workload.window, options)
 
     return Implementation(name, functools.partial(_kernel_why, name), make)
+
+
+def _called(
+    library: Any,
+    workload: Workload,
+    device: torch.device,
+    window: tuple[int | None, int | None],
+    options: dict[str, Any],
+) -> Attention:
+    """flash-attn's function for a batch, or the one for packed documents."""
+    import torch
+
+    packed = workload.packed
+    function = library.flash_attn_varlen_func if packed else library.flash_attn_func
+    options = {"causal": workload.causal, "window_size": window, **options}
+    if packed:
+        offsets = torch.tensor(workload.cu_seqlens, dtype=torch.int32, device=device)
+        options |= {f"cu_seqlens_{side}": offsets for side in "qk"}
+        options |= {f"max_seqlen_{side}": max(workload.lengths) for side in "qk"}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        tensors = (x.squeeze(0) for x in (q, k, v)) if packed else (q, k, v)
+        found = function(*tensors, **options)
+        out = found[0] if isinstance(found, tuple) else found
+        return out[None] if packed else out
+
+    return run
 
 
 def _kernel_why(kernel: str, workload: Workload, device: torch.device, grad: bool) -> list[str]:
@@ -128,7 +144,7 @@ def _sdpa(name: str, backend: str, *, masks: bool, groups: bool, cpu: bool) -> I
 
     def why(workload: Workload, device: torch.device, grad: bool) -> list[str]:
         found = [] if cpu else _gpu_only(workload, device, grad)
-        found += _no_softcap(workload)
+        found += _plain(workload)
         if backend == "FLASH_ATTENTION" and workload.headdim_v is not None:
             found.append("its values are as wide as its keys")
         if not masks and workload.window != _NO_WINDOW:
@@ -218,16 +234,21 @@ def _gpu_only(workload: Workload, device: torch.device, grad: bool) -> list[str]
     return [] if device.type == "cuda" else [f"it is compared on GPUs, not on {device}"]
 
 
-def _no_softcap(workload: Workload) -> list[str]:
-    return ["it is compared without softcap only"] if workload.softcap else []
+def _plain(workload: Workload) -> list[str]:
+    found = ["it is compared without softcap only"] if workload.softcap else []
+    return [*found, *_no_documents(workload)]
+
+
+def _no_documents(workload: Workload) -> list[str]:
+    return ["it is compared without packed documents only"] if workload.packed else []
 
 
 def _flex_why(workload: Workload, device: torch.device, grad: bool) -> list[str]:
-    return [*_gpu_only(workload, device, grad), *_no_softcap(workload)]
+    return [*_gpu_only(workload, device, grad), *_plain(workload)]
 
 
 def _xformers_why(workload: Workload, device: torch.device, grad: bool) -> list[str]:
-    found = [*_gpu_only(workload, device, grad), *_no_softcap(workload)]
+    found = [*_gpu_only(workload, device, grad), *_plain(workload)]
     if workload.window != _NO_WINDOW:
         found.append("it is compared without windows only")
     try:
@@ -262,15 +283,10 @@ def _flash_attn(
         return _kernel_why(kernel, same, device, grad)
 
     def make(workload: Workload, device: torch.device) -> Attention:
-        function = import_module(module).flash_attn_func
-        window = tuple(no_limit if side < 0 else side for side in workload.window)
+        library = import_module(module)
+        left, right = (no_limit if side < 0 else side for side in workload.window)
         options = {"softcap": workload.softcap} if workload.softcap else {}
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            found = function(q, k, v, causal=workload.causal, window_size=window, **options)
-            return found[0] if isinstance(found, tuple) else found
-
-        return run
+        return _called(library, workload, device, (left, right), options)
 
     return Implementation(name, why, make)
 
@@ -278,7 +294,9 @@ def _flash_attn(
 _LIBRARIES = {
     each.name: each
     for each in (
-        Implementation("torch standard", lambda workload, device, grad: [], _standard),
+        Implementation(
+            "torch standard", lambda workload, device, grad: _no_documents(workload), _standard
+        ),
         _sdpa("SDPA flash", "FLASH_ATTENTION", masks=False, groups=True, cpu=True),
         _sdpa("SDPA efficient", "EFFICIENT_ATTENTION", masks=True, groups=False, cpu=False),
         _sdpa("SDPA cuDNN", "CUDNN_ATTENTION", masks=False, groups=True, cpu=False),

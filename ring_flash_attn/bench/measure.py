@@ -44,16 +44,16 @@ def measure(
 
     Rows of one that cannot do it, or fails, say why. `grad`: backward, and both passes together, as
     well; `errors`: compare out (and gradients) with fp64; `graphs`: time CUDA graphs, which are
-    free of the host's time. ValueError for names that there are not, and for documents or other
-    features than softcap and values of another width.
+    free of the host's time. ValueError for names that there are not, and for other features than
+    softcap and values of another width.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be positive, not {repeats}")
     check_graphs(graphs, device)
     left_out = [name for name in workload.features if name not in _MEASURED]
-    left_out += ["cu_seqlens"] if workload.packed else []
+    left_out += ["cu_seqlens_k"] if workload.cu_seqlens_k is not None else []
     if left_out:
-        raise ValueError(f"{', '.join(left_out)}: only plain batches are measured on one device")
+        raise ValueError(f"{', '.join(left_out)}: not measured on one device")
     passes = PASSES if grad else (FORWARD,)
     trials = [_Trial(each) for each in find_all(names, workload, device, grad)]
     samples: dict[tuple[str, str], Samples] = {}
@@ -307,17 +307,36 @@ def errors_of(
 
 @torch.no_grad()
 def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """out and the gradients in fp64, a few queries at a time.
+    """out and the gradients in fp64, a few queries at a time; documents one by one.
 
     They are (seqlen, heads, headdim) of the first KV head.
     """
-    group, scale = workload.nheads // workload.nheads_k, workload.headdim**-0.5
+    group = workload.nheads // workload.nheads_k
     q, dout = (x[0, :, :group].to(torch.float64) for x in (q, dout))
     k, v = (x[0, :, 0].to(torch.float64) for x in (k, v))
-    out, dq, dk, dv = (torch.zeros_like(x) for x in (dout, q, k, v))
+    found = dict(zip(("out", "dq", "dk", "dv"), map(torch.zeros_like, (dout, q, k, v))))
+    parts = (x.split(workload.lengths) for x in (q, k, v, dout, *found.values()))
+    for document in zip(*parts, strict=True):
+        _exact_document(workload, *document)
+    return {name: x if x.dim() == 3 else x[:, None] for name, x in found.items()}
+
+
+def _exact_document(
+    workload: Workload,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Fill in those of one; (rows, heads, headdim), and (rows, headdim) of its KV head."""
+    group, scale = q.shape[1], workload.headdim**-0.5
     (left, right), causal = workload.window, workload.causal
     columns = torch.arange(len(k), device=q.device)
-    for rows in columns.split(max(1, _SCORES // len(k))):
+    for rows in columns.split(max(1, _SCORES // max(1, len(k)))):
         distance = columns - rows[:, None]
         for head in range(group):
             mine, above = q[rows, head], dout[rows, head]
@@ -337,4 +356,3 @@ def exact(workload: Workload, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> 
             dq[rows, head] = ds @ k
             dk += ds.T @ mine
             dv += p.T @ above
-    return {"out": out, "dq": dq, "dk": dk[:, None], "dv": dv[:, None]}

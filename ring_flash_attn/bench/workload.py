@@ -140,6 +140,8 @@ class Workload:
         tokens, seen = f"seqlen {self.seqlen}", "causal" if self.causal else "full"
         if self.packed:
             tokens += f" in {len(self.lengths)} document{'s' * (len(self.lengths) != 1)}"
+            if self.drawn is not None:
+                tokens += f" ({self.drawn.documents}, seed {self.drawn.seed})"
         if self.window != (-1, -1):
             seen += ", window {},{}".format(*self.window)
         if self.softcap:

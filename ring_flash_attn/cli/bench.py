@@ -61,6 +61,10 @@ def bench(
     causal: o.Causal = None,
     window: o.Window = None,
     softcap: o.Softcap = None,
+    cu_seqlens: o.CuSeqlens = None,
+    documents: o.Documents = None,
+    seed: o.Seeds = None,
+    document_cap: o.DocumentCap = None,
     dtype: o.Dtype = None,
     preset: o.Preset = None,
     kernel: Implementation = AUTO,
@@ -79,6 +83,7 @@ def bench(
     rfa bench --seqlen 512,1024,2048,4096 --nheads 16 --headdim 128 --causal
     rfa bench --preset 8k --kernel "SDPA cuDNN" --no-grad --json 8k.json
     rfa bench --seqlen 128,512,2048 --host
+    rfa bench --documents magi --seqlen 32768 --seed 42,43 --causal
     """
     from ..bench.machine import find_device
 
@@ -89,6 +94,8 @@ def bench(
         check_output(json_file)
         where = find_device(device, "a benchmark")
         workloads = o.make_workloads(preset, causal, window, dtype, softcap, **numbers)
+        pack = cu_seqlens, documents, seed, document_cap
+        workloads = o.make_packs(workloads, batch, seqlen, *pack)
         jobs = [([_find_able("--kernel", kernel, each, where, grad)], each) for each in workloads]
     console = screen()
     rows = _measure(
@@ -122,6 +129,10 @@ def compare(
     causal: o.Causal = None,
     window: o.Window = None,
     softcap: o.Softcap = None,
+    cu_seqlens: o.CuSeqlens = None,
+    documents: o.Documents = None,
+    seed: o.Seeds = None,
+    document_cap: o.DocumentCap = None,
     dtype: o.Dtype = None,
     preset: o.Preset = None,
     versus: Annotated[
@@ -157,6 +168,7 @@ def compare(
     rfa compare triton fa2 "SDPA cuDNN" --seqlen 1024,4096 --causal --versus "SDPA cuDNN"
     rfa compare --batch 4 --seqlen 2048 --no-grad --json compare.json
     rfa compare triton native --preset 8k --gate
+    rfa compare triton cute "flash-attn 4" --preset llama3-8b --documents magi --seqlen 32768
     """
     from ..bench.machine import device_name, find_device
     from ..bench.measure import check_graphs, find_all
@@ -170,6 +182,8 @@ def compare(
         where = find_device(device, "a comparison")
         check_graphs(graphs, where)
         workloads = o.make_workloads(preset, causal, window, dtype, softcap, **numbers)
+        pack = cu_seqlens, documents, seed, document_cap
+        workloads = o.make_packs(workloads, batch, seqlen, *pack)
         if versus is None and names and NATIVE in names:
             others = [name for name in names if name != NATIVE]
             gated = gate or min_speed is not None or max_memory is not None
@@ -294,11 +308,12 @@ def _print_failures(console: Console, rows: Sequence[Row]) -> None:
 def _show_sweep(
     console: Console, results: Results, workloads: Sequence[Workload], host: bool
 ) -> None:
-    names = dict.fromkeys(row.implementation for row in results.rows)
+    measured = dict.fromkeys(row.implementation for row in results.rows)
     what = workloads[0] if len(workloads) == 1 else f"{len(workloads)} workloads"
-    print_lines(console, (f"{', '.join(names)} on {results.device}", what))
+    print_lines(console, (f"{', '.join(measured)} on {results.device}", what))
     values = [each.to_dict() for each in workloads]
-    varying = [name for name in values[0] if any(v[name] != values[0][name] for v in values)]
+    names = [name for name in values[0] if name != "lengths"]  # of documents: many numbers
+    varying = [name for name in names if any(v[name] != values[0][name] for v in values)]
     shares = ("% of matmul", "verdict") if results.peak else ()
     times = ("min ms", "avg ms", "median ms", "max ms", "TFLOP/s peak", "avg")
     own = ("host ms",) if host else ()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench.documents import CAP, SEED, Histogram, find_histogram, histogram_names
+from ..bench.documents import CAP, SEED, Histogram, find_histogram, histogram_names, pack_of
 from ..bench.links import LINKS, NONE, SUFFIX, TOPOLOGIES
 from ..bench.results import Limits
 from ..bench.workload import FORWARD_ONLY, PRESETS, Workload, dtype_name
@@ -267,6 +267,32 @@ def make_workloads(
     if "nheads" in lists and "nheads_k" not in lists:  # as many KV heads
         chosen = [{**each, "nheads_k": each["nheads"]} for each in chosen]
     return [replace(start, **each) for each in chosen]
+
+
+def make_packs(
+    workloads: Sequence[Workload],
+    batch: str | None,
+    seqlen: str | None,
+    cu_seqlens: str | None,
+    documents: Histogram | None,
+    seed: str | None,
+    document_cap: float | None,
+) -> list[Workload]:
+    """The same with packed documents, if the user wrote some: for every seed one.
+
+    Documents that are drawn fill `seqlen` tokens.
+    """
+    if cu_seqlens is not None and seqlen is not None:
+        raise ValueError(f"--seqlen {seqlen} and --cu-seqlens {cu_seqlens}: give one of them")
+    offsets = None if cu_seqlens is None else parse_offsets(cu_seqlens)
+    found = []
+    for each in workloads:
+        for number in parse_seeds(seed):
+            pack = pack_of(each.seqlen, offsets, documents, number, document_cap)
+            if pack and batch is None:
+                pack["batch"] = 1
+            found.append(replace(each, **pack))
+    return found
 
 
 def parse_window(text: str) -> tuple[int, int]:

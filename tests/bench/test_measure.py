@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,6 +26,7 @@ from ring_flash_attn.bench.measure import _capture, errors_of, exact, measure
 from ring_flash_attn.bench.timing import measure_peak
 from ring_flash_attn.bench.workload import PRESETS, Workload, call_of
 from ring_flash_attn.cli.app import app
+from ring_flash_attn.kernels.base import kernel_names
 from ring_flash_attn.verify.oracle import Rules, oracle
 
 CPU = torch.device("cpu")
@@ -123,9 +125,9 @@ def test_the_call_has_the_workloads_own_scale() -> None:
     assert call_of(PACKED, CPU).softmax_scale == 8**-0.5
 
 
-@pytest.mark.parametrize("of", [PACKED, replace(SMALL, sink=True)], ids=["packed", "sink"])
+@pytest.mark.parametrize("of", [FEATURES, replace(SMALL, sink=True)], ids=["keys", "sink"])
 def test_what_would_be_left_out_is_refused(of: Workload) -> None:
-    with pytest.raises(ValueError, match=r"cu_seqlens|sink"):
+    with pytest.raises(ValueError, match=r"cu_seqlens_k|sink"):
         measure(["reference"], of, CPU, kind="bench", repeats=1)
 
 
@@ -181,6 +183,40 @@ def test_implementations_compute_the_same(
         assert torch.allclose(got, value, rtol=0, atol=1e-12), tensor
 
 
+@pytest.mark.parametrize("features", [{}, {"causal": False, "window": (5, 3)}, OTHERS])
+def test_packed_documents(features: dict[str, Any]) -> None:
+    """Ours against fp64, one document after the other; others say that they have none."""
+    of = replace(PACKED, dtype="fp64", **features)
+    qkv, dout = of.tensors(CPU)
+    found = find_implementation("reference", of, CPU)
+    leaves = [x.requires_grad_() for x in qkv]
+    out = found.make(of, CPU)(*leaves)
+    grads = torch.autograd.grad(out, leaves, dout)
+    want = exact(of, *(x.detach() for x in leaves), dout)
+    mine = dict(zip(want, (out.detach(), *grads), strict=True))
+    for name, errors in errors_of(mine, want).items():
+        assert errors["max"] < 1e-12, name
+    for a, b in pairwise(PACKED.cu_seqlens or ()):
+        if a < b:
+            alone = replace(of, cu_seqlens=None, seqlen=b - a)
+            part = exact(alone, *(x.detach()[:, a:b] for x in leaves), dout[:, a:b])
+            for name, value in part.items():
+                assert torch.allclose(value, want[name][a:b], rtol=0, atol=1e-14), name
+    for name in set(HERE) - set(kernel_names()):
+        reasons = find_implementation(name, PACKED, CPU).why_not(PACKED, CPU, True)
+        assert "it is compared without packed documents only" in reasons, name
+
+
+def test_packed_documents_are_measured() -> None:
+    names = ("reference", "torch standard")
+    rows = measure(names, PACKED, CPU, kind="compare", repeats=1, errors=True)
+    ours, theirs = rows[:3], rows[3:]
+    assert all(row.failed is None for row in ours)
+    assert ours[-1].errors["dq"]["relative"] < 1e-5
+    assert all(row.failed and "without packed documents" in row.failed for row in theirs)
+    assert ours[0].workload["lengths"] == [7, 0, 24]
+
+
 def test_auto_is_the_kernel_that_it_picks() -> None:
     assert find_implementation("auto", SMALL, CPU).name == "reference"
     with pytest.raises(ValueError, match=r"'nobody'.*auto.*triton.*SDPA flash"):
@@ -197,14 +233,26 @@ def test_libraries_get_the_arguments_they_know(monkeypatch: pytest.MonkeyPatch) 
             seen.append(options)
             return (q, None) if len(seen) > 1 else q
 
+        @staticmethod
+        def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+            offsets = [options.pop(f"cu_seqlens_{side}") for side in "qk"]
+            assert offsets[0].dtype == torch.int32
+            assert [each.tolist() for each in offsets] == [[0, 7, 7, 31]] * 2
+            seen.append(options)
+            return q, None
+
     monkeypatch.setattr(implementations, "import_module", lambda name: Library)
     q = torch.ones(1)
     for name in ("flash-attn 2", "flash-attn 4"):
         run = implementations._LIBRARIES[name].make(workload(True, (5, -1)), CPU)
         assert run(q, q, q) is q
+    run = implementations._LIBRARIES["flash-attn 4"].make(PACKED, CPU)
+    packed = torch.ones(1, 31, 4, 8)
+    assert run(packed, packed, packed).shape == packed.shape
     assert seen == [
         {"causal": True, "window_size": (5, -1)},
         {"causal": True, "window_size": (5, None)},
+        {"causal": True, "window_size": (None, None), "max_seqlen_q": 24, "max_seqlen_k": 24},
     ]
 
 

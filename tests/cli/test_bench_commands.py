@@ -49,6 +49,28 @@ def test_bench_sweeps_and_writes(tmp_path: Path) -> None:
     assert found.versions["torch"]
 
 
+def test_packs_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "packs.json"
+    tiny = (*TINY[2:], "--repeats", "1", "--no-grad", "--json", str(path))
+    drawn = ("--documents", "magi", "--seqlen", "512,600", "--seed", "1,2")
+    result = rfa("bench", *tiny, *drawn)
+    assert result.exit_code == 0, result.output
+    found = [row.workload for row in load(path).rows]
+    assert [(each["seqlen"], each["seed"]) for each in found] == [
+        (tokens, seed) for tokens in (512, 600) for seed in (1, 2)
+    ]
+    assert all(each["batch"] == 1 and sum(each["lengths"]) == each["seqlen"] for each in found)
+    assert found[0]["lengths"] != found[1]["lengths"]
+    (head,) = (line.split() for line in result.output.splitlines() if " pass " in line)
+    assert head[:3] == ["seqlen", "seed", "pass"]
+
+    result = rfa("compare", "reference", "SDPA math", *tiny, "--cu-seqlens", "0,5,5,40")
+    assert result.exit_code == 0, result.output
+    assert "seqlen 40 in 3 documents" in result.output
+    assert "SDPA math cannot: it is compared without packed documents only" in result.output
+    assert [row.workload["lengths"] for row in load(path).rows] == [[5, 0, 35]] * 2
+
+
 def test_bench_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(names: Any, of: Workload, *_: Any, **__: Any) -> list[Row]:
         return [Row("bench", *names, "forward", of.to_dict(), {}, (1.0, 2.0, 6.0), 10.0, 3 << 20)]
@@ -277,6 +299,12 @@ def test_a_gate_on_comparisons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         (("--device", "tpu"), "tpu"),
         (("--json", "/proc/none/a.json"), "cannot write"),
         (("--repeats", "0"), "--repeats"),
+        (("--cu-seqlens", "0,5", "--seqlen", "5"), "--seqlen 5 and --cu-seqlens 0,5"),
+        (("--cu-seqlens", "0,5", "--batch", "2"), "--batch 2: packed documents have batch 1"),
+        (("--cu-seqlens", "1,5"), "must start at 0"),
+        (("--cu-seqlens", "0,5", "--documents", "magi"), "give one of them"),
+        (("--documents", "nowhere"), "nowhere"),
+        (("--seed", "3"), "only for documents from a histogram"),
     ],
 )
 def test_wrong_options_are_refused(command: str, options: tuple[str, ...], words: str) -> None:
