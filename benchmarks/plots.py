@@ -148,10 +148,51 @@ def replays(path: Path) -> None:
     finish(figure, path)
 
 
+# TFLOP/s per H100, forward and backward, of 8: MagiAttention's chart of packs under a causal mask
+# (SandAI-org/MagiAttention at 2c64135, docs/source/blog/cp_benchmark.md).
+PUBLISHED = {
+    "ring p2p": (89, 97),
+    "ring all-gather": (288, 179),
+    "Ulysses": (278, 332),
+    "USP": (261, 325),
+    "HybridCP": (277, 226),
+    "MagiAttention": (459, 360),
+}
+
+
+def packs(path: Path) -> None:
+    """TFLOP/s per GPU on packed documents: ΣFLOPs / Σtime of the slowest of 8 ranks."""
+    found = load(RESULTS / "packs_h200.json").details["packs"]
+    figure = beside(("forward", "backward"))
+    for column, passes in enumerate((FORWARD, BACKWARD), 1):
+        bars = [(name, rates[column - 1], BASELINE) for name, rates in PUBLISHED.items()]
+        for kernel, colour in (("triton", COLOURS["triton"]), ("cute", "#56B4E9")):
+            each = [
+                pack[passes]
+                for name, pack in found.items()
+                if name.startswith(f"8 ranks, balanced × ring × {kernel},")
+            ]
+            rate = sum(one["tflops"] * one["ms"] for one in each) / sum(one["ms"] for one in each)
+            bars.append((f"this library,<br>{kernel}", rate, colour))
+        for name, rate, colour in bars:
+            figure.add_bar(
+                x=[name],
+                y=[rate],
+                text=[f"{rate:.0f}"],
+                marker_color=colour,
+                showlegend=False,
+                row=1,
+                col=column,
+            )
+    figure.update_yaxes(title_text="TFLOP/s per GPU", col=1)
+    finish(figure, path)
+
+
 def main(folder: str = "docs/img") -> None:
     kernels(Path(folder) / "kernels_h200.svg")
     lengths(Path(folder) / "lengths_h200.svg")
     replays(Path(folder) / "replays_h200.svg")
+    packs(Path(folder) / "packs_h200.svg")
 
 
 if __name__ == "__main__":

@@ -662,6 +662,31 @@ def test_figures_of_replays_in_the_results_are_those_of_the_file() -> None:
         assert shown == replay_cells(packs[point, kernel, sources], full_rate=False)
 
 
+def test_figures_of_packs_in_the_results_are_those_of_the_file() -> None:
+    packs = load(ROOT / "results" / "packs_h200.json").details["packs"]
+    chosen = {42: "mesh", 43: "mesh", 44: "mesh", 45: "double_ring", 46: "ring"}
+    lines = table("results/README.md", "drawn")
+    assert [(line[0], line[2]) for line in lines] == [
+        ("8", "`triton`"),
+        ("8", "`cute`"),
+        ("64", "`triton`"),
+    ]
+    for ranks, route, kernel, *shown, total in lines:
+        routes = dict.fromkeys(chosen, "ring") if route == "ring" else chosen
+        found = [
+            packs[f"{ranks} ranks, balanced × {route} × {kernel.strip('`')}, magi, seed {seed}"]
+            for seed, route in routes.items()
+        ]
+        rates = [[each[passes]["tflops"] for passes in ("forward", "backward")] for each in found]
+        assert shown == [" / ".join(f"{rate:.0f}" for rate in each) for each in rates]
+        sums = [
+            sum(each[passes]["tflops"] * each[passes]["ms"] for each in found)
+            / sum(each[passes]["ms"] for each in found)
+            for passes in ("forward", "backward")
+        ]
+        assert total == " / ".join(f"{rate:.0f}" for rate in sums)
+
+
 def readme_replays() -> list[tuple[list[str], list[str]]]:
     """Times and efficiencies, as both READMEs list them."""
     found = replayed(packed=False)
