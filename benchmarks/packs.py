@@ -2,8 +2,8 @@
 
     python benchmarks/packs.py results/packs_h200.json FILE …
 
-Rows of groups of more than 8 ranks stay only for rank 0, which has the base, and the slowest; of the
-others the medians stay.
+Rows of groups of more than 8 ranks stay for rank 0, which has the base, and the slowest; of all
+ranks the medians stay.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def condensed(paths: Iterable[Path]) -> dict[str, Any]:
             own = [
                 row
                 for row in file["rows"]
-                if row["workload"]["seed"] == seed
-                and row["implementation"] == placement["kernel"]
+                if row["workload"]["seed"] == seed and row["implementation"] == placement["kernel"]
             ]
             title = f"{placement['world_size']} ranks, {name}"
             for passes in dict.fromkeys(row["passes"] for row in own):

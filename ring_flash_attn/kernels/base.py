@@ -339,7 +339,7 @@ def _order(call: Call) -> tuple[str, ...]:
     if call.device.type == "cuda" and torch.version.hip is None:
         generation = torch.cuda.get_device_capability(call.device)[0]
     if generation == 9:
-        return ("fa4", "fa3", *_order_on_hopper(call), "flash_attn", "fa2", "reference")
+        return (*_order_on_hopper(call), "flash_attn", "fa2", "reference")
     if generation == 10:
         return ("fa4", "fa3", "cudnn", "triton", "flash_attn", "fa2", "reference")
     if generation:
@@ -347,18 +347,23 @@ def _order(call: Call) -> tuple[str, ...]:
     return ("triton", *LIBRARIES, "reference")
 
 
-def _order_on_hopper(call: Call) -> tuple[str, str, str]:
-    """Of `triton`, `cute` and `cudnn`.
+def _order_on_hopper(call: Call) -> tuple[str, ...]:
+    """By the sum of both passes, as results/ has them.
 
-    `triton` has no products of 80, 96 or 192 columns: it pads them, and `cute` does not.
+    `triton` has blocks as wide as powers of two: it pads 80, 96 or 192 columns, and `cute` does
+    not. Without its Hopper kernels it is slower than libraries.
     """
     wide = max(call.headdim, call.headdim_v)
-    hopper = wide <= 128 and _has_hopper_kernels(call)
-    if call.dropout_p > 0 or (hopper and (wide <= 32 or wide == 128)):
-        return ("triton", "cute", "cudnn")
-    if wide <= 64 or hopper:
-        return ("cute", "triton", "cudnn")
-    return ("cute", "cudnn", "triton")
+    if call.dropout_p > 0:
+        return ("triton", "cute", "fa4", "fa3", "cudnn")
+    if wide <= 128 and _has_hopper_kernels(call):
+        if wide <= 32 or wide > 96:
+            return ("triton", "cute", "fa4", "fa3", "cudnn")
+        if wide <= 64:
+            return ("cute", "triton", "fa4", "fa3", "cudnn")
+    if wide <= 64:
+        return ("cute", "fa4", "fa3", "triton", "cudnn")
+    return ("cute", "fa4", "fa3", "cudnn", "triton")
 
 
 def _has_hopper_kernels(call: Call) -> bool:

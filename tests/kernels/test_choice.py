@@ -33,14 +33,15 @@ def call_on(generation: int, monkeypatch: pytest.MonkeyPatch, **options: Any) ->
 @pytest.mark.parametrize(
     ("generation", "headdim", "hopper", "first"),
     [
-        (9, 256, True, ("fa4", "fa3", "cute", "cudnn", "triton")),
-        (9, 192, True, ("fa4", "fa3", "cute", "cudnn", "triton")),
-        (9, 128, True, ("fa4", "fa3", "triton", "cute", "cudnn")),
-        (9, 128, False, ("fa4", "fa3", "cute", "cudnn", "triton")),
-        (9, 96, True, ("fa4", "fa3", "cute", "triton", "cudnn")),
-        (9, 64, True, ("fa4", "fa3", "cute", "triton", "cudnn")),
-        (9, 32, True, ("fa4", "fa3", "triton", "cute", "cudnn")),
-        (9, 64, False, ("fa4", "fa3", "cute", "triton", "cudnn")),
+        (9, 256, True, ("cute", "fa4", "fa3", "cudnn", "triton")),
+        (9, 192, True, ("cute", "fa4", "fa3", "cudnn", "triton")),
+        (9, 128, True, ("triton", "cute", "fa4", "fa3", "cudnn")),
+        (9, 128, False, ("cute", "fa4", "fa3", "cudnn", "triton")),
+        (9, 112, True, ("triton", "cute", "fa4", "fa3", "cudnn")),
+        (9, 96, True, ("cute", "fa4", "fa3", "cudnn", "triton")),
+        (9, 64, True, ("cute", "triton", "fa4", "fa3", "cudnn")),
+        (9, 32, True, ("triton", "cute", "fa4", "fa3", "cudnn")),
+        (9, 64, False, ("cute", "fa4", "fa3", "triton", "cudnn")),
         (10, 128, True, ("fa4", "fa3", "cudnn", "triton")),
         (8, 128, True, ("flash_attn", "fa2", "triton", "cudnn")),
     ],
@@ -147,6 +148,10 @@ def test_fa4_says_what_a_gpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = wrapper(monkeypatch, file, parents, module, fake())
     for generation, options, able in (
         (9, {"headdim": 192, "headdim_v": 192}, True),
+        (9, {"headdim": 80, "headdim_v": 80, "needs_grad": True}, False),  # a wrong dQ
+        (9, {"headdim": 80, "headdim_v": 80}, True),
+        (9, {"headdim": 88, "headdim_v": 88, "needs_grad": True}, True),
+        (10, {"headdim": 80, "headdim_v": 80, "needs_grad": True}, True),
         (10, {"headdim": 192, "headdim_v": 192}, False),
         (10, {"headdim": 256, "headdim_v": 256}, True),
         (10, {"headdim": 256, "headdim_v": 256, "softcap": 3.0}, False),
@@ -161,9 +166,11 @@ def test_a_kernel_that_is_registered_comes_first(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(base, "_ENTRIES", dict(base._ENTRIES))
     monkeypatch.setattr(base, "_registered", [])
     call = call_on(9, monkeypatch)
+    usual = base.candidates("auto", call)
     for name in ("mine", "fa2"):
         base.register_kernel(name, "anything")
-    assert base.candidates("auto", call)[:3] == ("fa2", "mine", "fa4")
+    without = [name for name in usual if name != "fa2"]
+    assert base.candidates("auto", call) == ("fa2", "mine", *without)
     base.load_kernel.cache_clear()
 
 

@@ -62,6 +62,10 @@ def _reasons_of_gpu(call: Call, generation: int) -> list[str]:
     found = []
     if generation < 9:
         found.append("it needs a Hopper GPU or a later one")
+    if generation == 9 and call.needs_grad and 64 < call.headdim <= 80:
+        found.append(
+            f"its dQ is wrong with headdim {call.headdim} on Hopper (measured with 4.0.0b36)"
+        )
     if generation >= 10 and call.headdim > 128 and (call.headdim != 256 or call.softcap):
         found.append(f"on this GPU it has no headdim {call.headdim}, or none with a softcap")
     if generation == 12 and (call.softcap or call.deterministic):
