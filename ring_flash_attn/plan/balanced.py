@@ -61,8 +61,10 @@ class Balanced:
         ranks = self.ranks_per_node
         if ranks is not None and (type(ranks) is not int or ranks < 1):
             raise ValueError(f"ranks_per_node must be a positive integer or None, not {ranks!r}")
-        default = self.masks == _CAUSAL and ranks is None
-        object.__setattr__(self, "name", "balanced" if default else repr(self))
+        name = repr(self)
+        if self.masks == _CAUSAL:
+            name = "balanced" if ranks is None else f"Balanced(ranks_per_node={ranks})"
+        object.__setattr__(self, "name", name)
         remember_layout(self)
 
     def __reduce__(self) -> tuple[object, ...]:

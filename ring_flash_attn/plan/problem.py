@@ -15,7 +15,7 @@ from .rows import Arrangement, Rows, arrange, join_runs
 from .steps import Heads, Side, Users
 from .tiles import FAR, Mask, Reach, reach, seen_rows
 
-_COUNTED = 1 << 13  # spans, for an estimate
+_COUNTED = 1 << 17  # spans, for an estimate
 
 Held = list[tuple[int, list[Span]]]  # ranks, and what they hold of a document
 
@@ -217,8 +217,8 @@ class Problem:
     def received(self) -> tuple[dict[int, int], ...]:
         """For each rank, about how many rows it needs of each other.
 
-        The longest of the documents that lie on all ranks stands for them; of others, where there
-        are very many, the longest too.
+        The longest of the documents that lie on all ranks stands for them. Of very many others the
+        longest are counted.
         """
         holders, queries = self._holders(Side.KEY), self._holders(Side.QUERY)
 
@@ -228,29 +228,27 @@ class Problem:
             return len(owners) > 1 or [u for u, _ in queries.get(document, ())] != [owners[0][0]]
 
         longest = sorted(holders, key=lambda document: (-self.lengths_k[document], document))
+        apart = [document for document in longest if is_apart(document)]
+        everywhere = [each for each in apart if len(holders[each]) == self.world_size]
         found: tuple[dict[int, int], ...] = tuple({} for _ in range(self.world_size))
-        for everywhere in (True, False):
-            documents = [
-                document
-                for document in longest
-                if (len(holders[document]) == self.world_size) is everywhere and is_apart(document)
-            ]
-            work, counted = 0, list[int]()
-            rows: dict[tuple[int, int], int] = {}
-            for document in documents:
-                if work >= (1 if everywhere else _COUNTED):
-                    break
-                counted.append(self.lengths_k[document])
-                for user, _ in queries.get(document, ()):
-                    for owner, held in holders[document]:
-                        work += len(held)
-                        seen = self._rows_seen(user, document, held)
-                        rows[user, owner] = rows.get((user, owner), 0) + seen
-            total = sum(self.lengths_k[document] for document in documents)
-            for (user, owner), seen in rows.items():
-                if seen and user != owner:
-                    more = seen * total // sum(counted)
-                    found[user][owner] = found[user].get(owner, 0) + more
+
+        def add(document: int, weight: int, of: int) -> int:
+            work = 0
+            for user, _ in queries.get(document, ()):
+                for owner, held in holders[document]:
+                    work += len(held)
+                    seen = self._rows_seen(user, document, held)
+                    if seen and user != owner:
+                        found[user][owner] = found[user].get(owner, 0) + seen * weight // of
+            return work
+
+        if everywhere:
+            first = everywhere[0]
+            add(first, sum(self.lengths_k[each] for each in everywhere), self.lengths_k[first])
+        left = _COUNTED
+        for document in apart:
+            if left > 0 and len(holders[document]) < self.world_size:
+                left -= add(document, 1, 1)
         return found
 
     @_once
@@ -283,26 +281,18 @@ class Problem:
 
         None where the left side of the window hides some of these.
         """
-        ranks = (user,) if isinstance(user, int) else user
-        parts = [self._farthest(rank) for rank in ranks]
-        found: list[int] = parts[0] if len(parts) == 1 else list(map(max, *parts))
+        found = [-FAR] * len(self.lengths_k)  # no query
+        right = FAR if self.mask.right is None else self.mask.right + 1
+        for _, length, position, stride, document, _ in self._held_by(user):
+            limit = position + stride * (length - 1) + right
+            if limit > found[document]:
+                found[document] = limit
         if self.mask.left is None:
             return cast("list[int | None]", found)
         return [
             None if limit > -FAR and self._bites(document) else limit
             for document, limit in enumerate(found)
         ]
-
-    @_once
-    def _farthest(self, rank: int) -> list[int]:
-        """Of each document, one past the last position that a rank's queries see; -FAR: none."""
-        found = [-FAR] * len(self.lengths_k)
-        right = FAR if self.mask.right is None else self.mask.right + 1
-        for _, length, position, stride, document, _ in self.spans(Side.QUERY, rank):
-            limit = position + stride * (length - 1) + right
-            if limit > found[document]:
-                found[document] = limit
-        return found
 
     @_once
     def _queries(self, user: Users, document: int) -> tuple[list[Span], Reach | None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..bench.links import Topology
 from ..bench.workload import Placement, Workload, problem_of
+from ..plan.balanced import Balanced
 from ..plan.build import route_names
 from ..plan.layout import SplitLayout, get_layout, layout_names
 from ..plan.steps import Side
@@ -35,7 +36,7 @@ def candidates(
     found: list[Placement] = []
     refused: list[Refused] = []
     most = _MOST_PIECES if layouts else max(_PIECES, _EACH * world_size)
-    for layout in layouts or _layouts(workload):
+    for layout in layouts or _layouts(workload, world_size, topology):
         pieces = _pieces(workload, Placement(world_size, layout, "ring", kernel))
         if pieces > most:
             why = f"it cuts documents into {pieces:,} pieces, more than {most:,}"
@@ -64,13 +65,19 @@ def _pieces(workload: Workload, placement: Placement) -> int:
     return len(problem.spans(Side.QUERY, placement.world_size // 2)) * placement.world_size
 
 
-def _layouts(workload: Workload) -> Iterator[str]:
-    """All; of one sequence flat layouts are those per document."""
+def _layouts(workload: Workload, world_size: int, topology: Topology) -> Iterator[str]:
+    """All; of one sequence flat layouts are those per document; of a pack on several nodes
+    "balanced" is one that knows them.
+    """
+    node = topology.ranks_per_node or world_size
     for name in layout_names():
         layout = get_layout(name)
         flat = isinstance(layout, SplitLayout) and layout.flat
-        if not flat or len(workload.lengths) > 1:
-            yield name
+        if flat and len(workload.lengths) == 1:
+            continue
+        if name == Balanced().name and workload.packed and node < world_size:
+            name = Balanced(ranks_per_node=node).name
+        yield name
 
 
 def _parameters(

@@ -12,6 +12,7 @@ from ..bench.links import Link, Topology, find_link
 from ..bench.workload import BACKWARD, FORWARD, PRESETS, Placement, Workload, problem_of
 from ..engine.checks import check_integer
 from ..kernels.base import AUTO, check_kernel, kernel_names
+from ..plan.build import BY_NODES
 from ..plan.problem import Problem
 from .candidates import candidates
 from .forecast import ALL, Forecast, Passes, forecast, sample
@@ -23,6 +24,7 @@ from .ranking import Ranking, Refused
 _SEQLEN = 8192  # tokens of a rank, if the user does not say
 _FEW = 3  # ranks of a candidate that are priced first
 _FINALISTS = 6  # that are priced in full, at least
+_NODE = 8  # ranks, where the topology has no nodes
 _OTHERS = 2  # of the best, priced with other kernels, too
 _MIB = 2**20
 Report = Callable[[str], None]
@@ -154,6 +156,11 @@ def plan_workload(
     return Ranking(workload, machine, tuple(ranked), tuple(rough), tuple(refused))
 
 
+def price_placement(workload: Workload, placement: Placement, machine: Machine) -> Forecast:
+    """One placement of a workload of all ranks together."""
+    return _Search(workload, machine, lambda line: None).price(placement)
+
+
 def _seconds(found: Forecast) -> float:
     return found.seconds
 
@@ -172,9 +179,13 @@ class _Search:
         self._priced: dict[Placement, dict[int, Passes]] = {}
 
     def rough(self, every: Sequence[Placement]) -> list[Forecast]:
-        """A few ranks of each, the best first; of many ranks, parameters for the best alone."""
+        """A few ranks of each, the best first; of many ranks, parameters for the best alone.
+
+        Routes that know nodes are priced with the topology's: with one node they are other routes.
+        """
         if every and every[0].world_size > ALL:
-            plain = [each for each in every if not each.parameters]
+            node = {"ranks_per_node": self._machine.topology.ranks_per_node or _NODE}
+            plain = [p for p in every if p.parameters == (node if p.route in BY_NODES else {})]
             first = self.rough_of(plain)
             best = {(each.placement.layout, each.placement.route) for each in first[:_OTHERS]}
             rest = [each for each in every if (each.layout, each.route) in best]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bench.workload import Placement, Workload
+from ..plan.layout import layout_names
 from .forecast import Forecast
 from .machine import Machine
 
@@ -58,6 +59,8 @@ class Ranking:
         }
         lengths = ", cu_seqlens=cu_seqlens" if workload.packed else f", seqlen={workload.seqlen}"
         text = ", ".join(f"{name}={value!r}" for name, value in parts.items())
+        if placement.layout not in layout_names():  # an object, whose name says how it is made
+            text = text.replace(repr(placement.layout), f"ring_flash_attn.{placement.layout}")
         return f"ring_flash_attn.ring_attention(q, k, v, {text}{lengths}, group=group)"
 
     def why(self, other: Forecast) -> str:

@@ -339,6 +339,9 @@ def test_a_name_says_what_all_ranks_must_agree_on() -> None:
     assert "left=64" in other.name
     assert "ranks_per_node=8" in other.name
     assert get_layout(other) is other
+    nodes = Balanced(ranks_per_node=8)
+    assert nodes.name == "Balanced(ranks_per_node=8)"
+    assert get_layout(nodes.name) == nodes
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,36 @@ def test_few_launches_of_a_pack(world_size: int, seed: int) -> None:
                 assert rows <= 4.5 * 8192
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_many_peers_are_talked_to_where_hops_would_be_far_longer(backward: bool) -> None:
+    """A pack on hundreds of ranks: from its owners; one document: from neighbour to neighbour."""
+    size, mask = 300, Mask(right=0)
+    lengths = find_histogram("magi").draw(8192 * size, 42)
+    problem = Problem(get_layout("balanced"), lengths, lengths, size, mask, 8, 8, None)
+    assert max(len(problem.whose(rank)) for rank in range(size)) > ring._MOST_PEERS
+    groups = ring._groups(problem, backward)
+    assert groups is not None
+    needed = [{o for o in range(size) if o != u and problem.needed(u, o)} for u in range(size)]
+    assert [{owner for group in each for owner in group} for each in groups] == needed
+    one = Problem(get_layout("zigzag"), (8192 * size,), (8192 * size,), size, mask, 8, 8, None)
+    assert ring._groups(one, backward) is None
+
+
+def test_keys_of_a_thousand_ranks_are_counted() -> None:
+    """Long documents on a hundred ranks each do not stand for others."""
+    size = 1024
+    lengths = find_histogram("magi").draw(8192 * size, 42)
+    problem = Problem(get_layout("balanced"), lengths, lengths, size, Mask(right=0))
+    for user in (0, 500, 1023):
+        counted = problem.received()[user]
+        exact = {
+            owner: sum(map(len, problem.sent(owner, user)))
+            for owner in problem.whose(user)
+            if owner != user
+        }
+        assert sum(counted.values()) == pytest.approx(sum(exact.values()), rel=0.05)
+
+
 @pytest.mark.parametrize("layout", layout_names())
 @pytest.mark.parametrize("documents", [1, 5, 20])
 def test_at_most_8_launches_on_64_ranks(layout: str, documents: int) -> None:

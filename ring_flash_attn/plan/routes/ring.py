@@ -23,6 +23,7 @@ from ..steps import Payload, Side, Step, Transfer, Work
 _MOST_TOKENS = 96 * 1024  # whose keys and values a launch takes
 _FEW_TOKENS = 8192  # a rank: up to so many, launches are small, and take more sources
 _MOST_PEERS = 64  # of a rank: each costs NCCL a connection
+_DETOUR = 4  # times as many rows that go from hop to hop are worse
 
 
 @register_route("ring")
@@ -138,7 +139,7 @@ def _make_groups(problem: Problem, backward: bool) -> list[Groups] | None:
     sources = [_sources(problem, rank) for rank in ranks]
     last = backward and any(sources)
     if most is None:
-        if _talk_to_many(sources):
+        if _talk_to_many(sources) and not _detours(problem, sources):
             return None
         shard = -(-sum(problem.lengths_k) // size)
         # Half a shard more: those of some ranks are larger than the mean.
@@ -161,3 +162,13 @@ def _talk_to_many(sources: list[list[int]]) -> bool:
         for owner in owners:
             peers[owner].add(user)
     return max(map(len, peers)) > _MOST_PEERS
+
+
+def _detours(problem: Problem, sources: list[list[int]]) -> bool:
+    """Whether far more rows would be passed on from neighbour to neighbour than ranks need."""
+    size, farthest = problem.world_size, [0] * problem.world_size
+    for user, owners in enumerate(sources):
+        for owner in owners:
+            farthest[owner] = max(farthest[owner], (user - owner) % size)
+    passed_on = sum(hops * problem.size(Side.KEY, owner) for owner, hops in enumerate(farthest))
+    return passed_on > _DETOUR * sum(sum(rows.values()) for rows in problem.received())

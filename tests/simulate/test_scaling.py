@@ -1,0 +1,76 @@
+"""docs/scaling.md: its file is what the simulator says, and its text what the file says."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from ring_flash_attn.simulate.scaling import (
+    BEST,
+    COLUMNS,
+    FABRICS,
+    RANKS,
+    WORKLOADS,
+    Point,
+    price,
+)
+
+DOCS = Path(__file__).parents[2] / "docs"
+IB400 = FABRICS[0]
+SEQUENCE, _, FULL, PACKS, _ = WORKLOADS
+
+
+@pytest.fixture(scope="module")
+def points() -> dict[tuple[str, str, int], dict[str, Point]]:
+    """By workload, fabric and ranks: of each scheme."""
+    with (DOCS / "scaling.csv").open() as lines:
+        head, *rows = csv.reader(lines)
+    assert head == COLUMNS
+    found: dict[tuple[str, str, int], dict[str, Point]] = {}
+    for each in map(Point.from_cells, rows):
+        found.setdefault((each.workload, each.fabric, each.ranks), {})[each.scheme] = each
+    return found
+
+
+def test_every_size_is_there(points: dict[tuple[str, str, int], dict[str, Point]]) -> None:
+    assert set(points) == {(w, f, n) for w in WORKLOADS for f in FABRICS for n in RANKS}
+    for (_, _, ranks), schemes in points.items():
+        best = schemes[BEST].per_token
+        assert len(schemes) == (6 if ranks < 128 or "zigzag ring" in schemes else 4)
+        assert all(best < 1.03 * each.per_token for each in schemes.values()), schemes
+
+
+def test_the_text_has_its_numbers(points: dict[tuple[str, str, int], dict[str, Point]]) -> None:
+    text = (DOCS / "scaling.md").read_text()
+
+    def times(workload: str, scheme: str) -> float:
+        schemes = points[workload, IB400, 64]
+        return schemes[scheme].per_token / schemes[BEST].per_token
+
+    assert f"zigzag ring pays for the\n  network: {times(SEQUENCE, 'zigzag ring'):.2f} ×" in text
+    assert f"takes {times(FULL, 'zigzag ring'):.1f} × the best at 64 ranks" in text
+    ring, gather, ulysses = (
+        f"{times(PACKS, name):.1f} ×" for name in ("zigzag ring", "llama3 all-gather", "Ulysses")
+    )
+    assert f"zigzag ring takes {ring} the best, all-gather {gather}, Ulysses {ulysses}." in text
+
+
+@pytest.mark.parametrize(
+    ("workload", "ranks"),
+    [
+        (SEQUENCE, 8),
+        (PACKS, 8),
+        *(
+            pytest.param(workload, ranks, marks=pytest.mark.slow)
+            for workload in WORKLOADS
+            for ranks in (16, 64)
+        ),
+    ],
+)
+def test_the_file_is_what_the_simulator_says(
+    points: dict[tuple[str, str, int], dict[str, Point]], workload: str, ranks: int
+) -> None:
+    found = {each.scheme: each.cells() for each in price(workload, IB400, ranks)}
+    assert found == {name: each.cells() for name, each in points[workload, IB400, ranks].items()}
