@@ -55,9 +55,10 @@ def find_implementation(
         raise ValueError(f"unknown implementation {name!r}; choose one of {', '.join(names)}")
 
     def make(workload: Workload, device: torch.device) -> Attention:
+        from .. import api
+
         options = {"softcap": workload.softcap, "kernel": name}
-        library = import_module(__package__.removesuffix(".bench"))
-        return _called(library, workload, device, workload.window, options)
+        return _called(api, workload, device, workload.window, options)
 
     return Implementation(name, functools.partial(_kernel_why, name), make)
 

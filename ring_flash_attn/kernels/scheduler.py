@@ -101,10 +101,11 @@ def _parts(work: Table, pairs: int, group: int, count: int) -> int:
         if work.longest <= n * limit * share
     )
     best = next(fit, group)
-    for n in divisors:
-        if n > best:
-            times = (_in_parts(work, pairs, group, each, count) for each in (n, best))
-            best = n if next(times) < _WORTH * next(times) else best
+    fastest = _in_parts(work, pairs, group, best, count)
+    for n in divisors[divisors.index(best) + 1 :]:
+        time = _in_parts(work, pairs, group, n, count)
+        if time < _WORTH * fastest:
+            best, fastest = n, time
     return best
 
 
