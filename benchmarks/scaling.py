@@ -11,22 +11,22 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from ring_flash_attn.simulate.scaling import COLUMNS, FABRICS, RANKS, WORKLOADS, Point, price
+from ring_flash_attn.simulate.scaling import COLUMNS, FABRICS, RANKS, WORKLOADS, SchemePoint, price
 
 DOCS = Path(__file__).parents[1] / "docs"
 FILE = DOCS / "scaling.csv"
 
 
-def points() -> list[Point]:
+def points() -> list[SchemePoint]:
     """Of the file."""
     with FILE.open() as lines:
-        return [Point.from_cells(row) for row in csv.reader(lines) if row[0] != COLUMNS[0]]
+        return [SchemePoint.from_cells(row) for row in csv.reader(lines) if row[0] != COLUMNS[0]]
 
 
 def compute() -> None:
     """Price all workloads on all fabrics, the largest groups first."""
     cells = [(name, fabric, n) for n in reversed(RANKS) for fabric in FABRICS for name in WORKLOADS]
-    found: list[Point] = []
+    found: list[SchemePoint] = []
     with ProcessPoolExecutor(2) as pool:
         for cell, these in zip(cells, pool.map(price, *zip(*cells, strict=True)), strict=True):
             print(*cell, *these, sep="\n  ", flush=True)

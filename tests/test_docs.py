@@ -55,6 +55,7 @@ DOCUMENTS = [
     "docs/planner.md",
     "docs/benchmarks.md",
     "docs/predictions.md",
+    "docs/scaling.md",
     "docs/design.md",
     "docs/kernel-log.md",
     "docs/lab/README.md",

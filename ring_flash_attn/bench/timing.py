@@ -19,8 +19,7 @@ from .workload import dtype_name, find_dtype
 Name = TypeVar("Name", bound=Hashable)
 Work = Callable[[], object]
 
-WARM_UP = 3  # runs; the first compiles kernels
-_WARM = 10.0  # ms; one more run that takes as long is enough
+WARM_UP = 3  # runs; compiles kernels
 _FLUSH = 1 << 28  # 1/4 GiB of zeros: a cold L2, and time to queue in
 _MOST_LEAD, _MARGIN = 40.0, 1.25  # ms; of the host's time
 _VARIES = 4  # times as long as the first time, the host may take and still find the device busy
@@ -136,11 +135,9 @@ def interleaved(
     tried: dict[Name, Timing] = {}
     for name, work in works.items():
         report(f"warming up: {name}")
-        work()
+        for _ in range(WARM_UP):
+            work()
         tried[name] = watch.time(work)
-        for _ in range(1, WARM_UP):
-            if tried[name].device < _WARM:
-                tried[name] = watch.time(work)
     usual = statistics.median(each.device for each in tried.values())
     turns = {name: _every(each.device, usual, rounds) for name, each in tried.items()}
     longest = max(each.device for name, each in tried.items() if turns[name] == 1)

@@ -48,7 +48,7 @@ WORKLOADS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SchemePoint:
     """A scheme at one size: µs of forward and backward a token of a rank."""
 
     workload: str
@@ -65,13 +65,13 @@ class Point:
         ]
 
     @classmethod
-    def from_cells(cls, cells: list[str]) -> Point:
+    def from_cells(cls, cells: list[str]) -> SchemePoint:
         """What `cells` wrote."""
         workload, fabric, ranks, scheme, placement, per_token = cells
         return cls(workload, fabric, int(ranks), scheme, placement, float(per_token))
 
 
-COLUMNS = [each.name for each in fields(Point)]
+COLUMNS = [each.name for each in fields(SchemePoint)]
 
 
 def schemes(workload: Workload, ranks: int) -> Iterator[tuple[str, Placement]]:
@@ -85,7 +85,7 @@ def schemes(workload: Workload, ranks: int) -> Iterator[tuple[str, Placement]]:
     yield "USP", Placement(ranks, own, "mesh", KERNEL, ranks_per_node=_NODE)
 
 
-def price(name: str, fabric: str, ranks: int) -> list[Point]:
+def price(name: str, fabric: str, ranks: int) -> list[SchemePoint]:
     """What the planner takes, of any layout for a pack, else of zigzag; and the schemes."""
     machine = Machine(find_gpu(GPU), TOPOLOGIES[fabric], INTERFERENCE)
     workload = WORKLOADS[name](ranks)
@@ -95,7 +95,7 @@ def price(name: str, fabric: str, ranks: int) -> list[Point]:
     for scheme, placement in schemes(workload, ranks):
         found.append((scheme, price_placement(workload, placement, machine)))
     return [
-        Point(
+        SchemePoint(
             name,
             fabric,
             ranks,

@@ -13,7 +13,7 @@ from ring_flash_attn.simulate.scaling import (
     FABRICS,
     RANKS,
     WORKLOADS,
-    Point,
+    SchemePoint,
     price,
 )
 
@@ -23,26 +23,28 @@ SEQUENCE, _, FULL, PACKS, _ = WORKLOADS
 
 
 @pytest.fixture(scope="module")
-def points() -> dict[tuple[str, str, int], dict[str, Point]]:
+def points() -> dict[tuple[str, str, int], dict[str, SchemePoint]]:
     """By workload, fabric and ranks: of each scheme."""
     with (DOCS / "scaling.csv").open() as lines:
         head, *rows = csv.reader(lines)
     assert head == COLUMNS
-    found: dict[tuple[str, str, int], dict[str, Point]] = {}
-    for each in map(Point.from_cells, rows):
+    found: dict[tuple[str, str, int], dict[str, SchemePoint]] = {}
+    for each in map(SchemePoint.from_cells, rows):
         found.setdefault((each.workload, each.fabric, each.ranks), {})[each.scheme] = each
     return found
 
 
-def test_every_size_is_there(points: dict[tuple[str, str, int], dict[str, Point]]) -> None:
+def test_every_size_is_there(points: dict[tuple[str, str, int], dict[str, SchemePoint]]) -> None:
     assert set(points) == {(w, f, n) for w in WORKLOADS for f in FABRICS for n in RANKS}
     for (_, _, ranks), schemes in points.items():
         best = schemes[BEST].per_token
         assert len(schemes) == (6 if ranks < 128 or "zigzag ring" in schemes else 4)
-        assert all(best < 1.03 * each.per_token for each in schemes.values()), schemes
+        assert all(best < 1.011 * each.per_token for each in schemes.values()), schemes
 
 
-def test_the_text_has_its_numbers(points: dict[tuple[str, str, int], dict[str, Point]]) -> None:
+def test_the_text_has_its_numbers(
+    points: dict[tuple[str, str, int], dict[str, SchemePoint]],
+) -> None:
     text = (DOCS / "scaling.md").read_text()
 
     def times(workload: str, scheme: str) -> float:
@@ -61,16 +63,11 @@ def test_the_text_has_its_numbers(points: dict[tuple[str, str, int], dict[str, P
     ("workload", "ranks"),
     [
         (SEQUENCE, 8),
-        (PACKS, 8),
-        *(
-            pytest.param(workload, ranks, marks=pytest.mark.slow)
-            for workload in WORKLOADS
-            for ranks in (16, 64)
-        ),
+        *(pytest.param(workload, 64, marks=pytest.mark.slow) for workload in WORKLOADS),
     ],
 )
 def test_the_file_is_what_the_simulator_says(
-    points: dict[tuple[str, str, int], dict[str, Point]], workload: str, ranks: int
+    points: dict[tuple[str, str, int], dict[str, SchemePoint]], workload: str, ranks: int
 ) -> None:
     found = {each.scheme: each.cells() for each in price(workload, IB400, ranks)}
     assert found == {name: each.cells() for name, each in points[workload, IB400, ranks].items()}
