@@ -116,20 +116,31 @@ def test_the_ratio_to_cudnn_is_that_of_the_files() -> None:
 
 
 @pytest.mark.parametrize(
-    ("generation", "start"),
-    [(9, "| others: `triton` would pad them | "), (8, "on other NVIDIA GPUs ")],
+    ("generation", "headdim", "start"),
+    [
+        (9, 32, "| up to 32, and 97 to 128 | "),
+        (9, 128, "| up to 32, and 97 to 128 | "),
+        (9, 64, "| 33 to 64 | "),
+        (9, 96, "| others: `triton` would pad them | "),
+        (9, 256, "| others: `triton` would pad them | "),
+        (8, 256, "on other NVIDIA GPUs "),
+    ],
 )
 def test_auto_tries_kernels_in_the_order_of_the_documents(
-    generation: int, start: str, monkeypatch: pytest.MonkeyPatch
+    generation: int, headdim: int, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("triton")
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    monkeypatch.setattr(host, "_unavailable", lambda device: ())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
     monkeypatch.setattr(kernels, "_registered", [])
     cuda = torch.device("cuda")
-    call = kernels.Call(cuda, torch.bfloat16, 1, 1, 256, 256, 1.0, Mask())
+    call = kernels.Call(cuda, torch.bfloat16, 1, 1, headdim, headdim, 1.0, Mask())
     words = text("docs/kernels.md").split("`auto` tries, in this order")[1].split(start)[1]
     named = re.findall(r"`(\w+)`", re.match(r"(?:`\w+`(?:, )?)+", words)[0])  # type: ignore[index]
     order = kernels.candidates("auto", call)
-    assert [name for name in order if name in named] == named
+    assert list(order[: len(named)]) == named
     assert order[-1] == "reference"
     assert len(named) >= 4
 

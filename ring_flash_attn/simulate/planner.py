@@ -181,10 +181,13 @@ class _Search:
     def rough(self, every: Sequence[Placement]) -> list[Forecast]:
         """A few ranks of each, the best first; of many ranks, parameters for the best alone.
 
-        Routes that know nodes are priced with the topology's: with one node they are other routes.
+        Routes that know nodes are priced with the topology's, or with as large ones as divide the
+        ranks: with one node they are other routes.
         """
         if every and every[0].world_size > ALL:
-            node = {"ranks_per_node": self._machine.topology.ranks_per_node or _NODE}
+            size, most = every[0].world_size, self._machine.topology.ranks_per_node or _NODE
+            ranks = max(n for n in range(1, most + 1) if size % n == 0)
+            node = {"ranks_per_node": ranks} if ranks > 1 else {}
             plain = [p for p in every if p.parameters == (node if p.route in BY_NODES else {})]
             first = self.rough_of(plain)
             best = {(each.placement.layout, each.placement.route) for each in first[:_OTHERS]}

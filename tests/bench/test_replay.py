@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -582,6 +583,38 @@ def test_the_command_without_communication() -> None:
     assert "16 tokens of 2 documents (32 tokens)" in result.output
     assert "rank 0" not in result.output
     assert "n/a" in result.output
+
+
+def test_packs_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a later one fails, those before it are in the file; and several files become one."""
+    file, joined = tmp_path / "packs.json", tmp_path / "joined.json"
+
+    def failing(**options: Any) -> Replay:
+        if options["seed"] == 9:
+            raise ValueError("out of luck")
+        return replay(**options)
+
+    monkeypatch.setattr("ring_flash_attn.bench.replay", failing)
+    packs = ("--documents", "magi", "--seed", "7,9", "--json", str(file))
+    assert "out of luck" in rfa(*HERE, *packs).output
+    found = load(file)
+    (one,) = found.details["packs"][FORWARD]["packs"]
+    assert one["seed"] == 7
+
+    path = Path(__file__).parents[2] / "benchmarks" / "packs.py"
+    spec = spec_from_file_location("benchmarks_packs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(str(joined), str(file))
+    whole = load(joined)
+    ((title, pack),) = whole.details["packs"].items()
+    assert title.startswith("2 ranks, zigzag × ring × reference")
+    assert pack[FORWARD] == one
+    assert len(whole.rows) == len(found.rows) == 4
+    assert max(whole.details["medians_ms"][title][FORWARD]) == pytest.approx(one["ms"], abs=1e-4)
+    assert "--json" not in json.loads(joined.read_text())["command"]
 
 
 def test_the_command_measures_several_packs(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ring_flash_attn.bench.links import Link, Topology
 from ring_flash_attn.bench.workload import Placement, Workload
-from ring_flash_attn.plan.build import route_names
+from ring_flash_attn.plan.build import BY_NODES, route_names
 from ring_flash_attn.plan.layout import get_layout
 from ring_flash_attn.plan.problem import Problem
 from ring_flash_attn.plan.steps import Side
@@ -48,6 +48,16 @@ def test_packs_on_nodes_are_placed_by_nodes() -> None:
     assert found.best.seconds < alike.best.seconds
     one_node = plan_for(topology="nvlink4", world_size=4, seqlen=1024, **pack)
     assert any(each.placement.layout == "balanced" for each in one_node.ranked)
+
+
+@pytest.mark.parametrize(("world_size", "node"), [(20, 5), (36, 6), (24, 8)])
+def test_nodes_need_not_divide_the_ranks(world_size: int, node: int) -> None:
+    """Routes that know nodes are candidates with smaller ones then."""
+    options = {**SMALL, "world_size": world_size, "layouts": ["zigzag"]}
+    found = plan_for(topology="h200-ib400", **options)
+    every = [each.placement for each in (*found.ranked, *found.slower)]
+    for route in BY_NODES:
+        assert node in {each.ranks_per_node for each in every if each.route == route}
 
 
 def test_the_best_is_the_fastest(small: Ranking) -> None:
