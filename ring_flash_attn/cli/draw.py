@@ -25,9 +25,9 @@ def draw(
     layouts: Annotated[
         list[str],
         typer.Argument(
-            parser=o.one_of("layout", layout_names),
+            parser=o.parse_layout,
             metavar="LAYOUT...",
-            help=f"One of {', '.join(layout_names())}.",
+            help=f"One of {', '.join(layout_names())}, 'Balanced(ranks_per_node=8)'.",
         ),
     ],
     route: o.Route = "ring",

@@ -16,6 +16,7 @@ from ..bench.links import LINKS, NONE, SUFFIX, TOPOLOGIES
 from ..bench.results import Limits
 from ..bench.workload import FORWARD_ONLY, PRESETS, Workload, dtype_name
 from ..kernels.base import AUTO, NATIVE, kernel_names
+from ..plan.balanced import find_layout
 from ..plan.build import route_names
 from ..plan.layout import layout_names
 
@@ -55,6 +56,20 @@ def _parse_dtype(value: str) -> str:
         return dtype_name(value)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def parse_layout(value: str) -> str:
+    """A layout's name; also that of one that knows nodes."""
+    try:
+        return find_layout(value).name
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def layouts(text: str, *flags: str) -> Any:
+    """An option for layouts; its help is `text` with all of them."""
+    text = text.format(", ".join((*layout_names(), "'Balanced(ranks_per_node=8)'")))
+    return typer.Option(*flags, parser=parse_layout, metavar="NAME", help=text)
 
 
 def _link_names() -> tuple[str, ...]:
@@ -138,8 +153,9 @@ DocumentCap = Annotated[
 
 # How it is spread.
 WorldSize = Annotated[int, typer.Option(min=1, help="Number of ranks.")]
-Layout = Annotated[str, named("layout", layout_names)]
+Layout = Annotated[str, layouts("One of {}.")]
 Layouts = Annotated[list[str] | None, named("layout", layout_names, "Only these: {}.", "--layout")]
+PlacedLayouts = Annotated[list[str] | None, layouts("Only these: {}.", "--layout")]
 RankLayout = Annotated[str | None, named("layout", layout_names, "Of ranks: {}; default zigzag.")]
 Route = Annotated[str, named("route", route_names)]
 Routes = Annotated[list[str] | None, named("route", route_names, "Only these: {}.", "--route")]

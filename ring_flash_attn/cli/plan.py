@@ -53,7 +53,7 @@ def plan(
         typer.Option(min=0, help="GiB that a rank may hold beside inputs, outputs, gradients."),
     ] = None,
     kernel: o.Kernel = AUTO,
-    layout: o.Layouts = None,
+    layout: o.PlacedLayouts = None,
     route: o.Routes = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 12,
     svg: Annotated[

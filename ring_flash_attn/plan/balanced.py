@@ -10,6 +10,7 @@ mean, and the dense end at or above it.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
-from .layout import add_layout, chunk, remember_layout
+from .layout import Layout, add_layout, chunk, get_layout, remember_layout
 from .tiles import Mask, band_pairs
 
 Slice = tuple[int, int, int]  # document, first token, one past the last
@@ -30,6 +31,7 @@ SHORT = 4 * BLOCK  # tokens; shorter documents cost more than their pairs, so al
 SMALL = 16  # provided that so many of them fit into a rank
 CLOSE = 0.002  # by how much of its share a rank's pairs may be off, where that saves something
 _CAUSAL = ((Mask(right=0), 1),)
+_OF_NODES = re.compile(r"Balanced\(ranks_per_node=([1-9]\d*)\)")
 TOKEN = 200  # pairs that are computed while the keys and values of a token are on the way
 
 
@@ -116,6 +118,15 @@ def _checked_masks(masks: Any) -> tuple[tuple[Mask, float], ...]:
 @lru_cache(maxsize=64)  # all ranks, tensors and layers share it
 def _placed(layout: Balanced, lengths: tuple[int, ...], world_size: int) -> list[list[Slice]]:
     return place(lengths, world_size, layout.masks, layout.ranks_per_node)
+
+
+def find_layout(name: str) -> Layout:
+    """The layout of this name: a listed one, or `Balanced(ranks_per_node=…)` as that is called.
+
+    ValueError that lists the choices otherwise.
+    """
+    found = _OF_NODES.fullmatch(name)
+    return get_layout(Balanced(ranks_per_node=int(found[1])) if found else name)
 
 
 def place(

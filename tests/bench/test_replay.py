@@ -552,6 +552,15 @@ def test_the_command_says_what_it_is(tmp_path: Path) -> None:
     ElementTree.parse(files[1])
 
 
+def test_the_command_with_nodes(tmp_path: Path) -> None:
+    file, layout = tmp_path / "replay.json", "Balanced(ranks_per_node=2)"
+    ranks = ("--device", "cpu", "--world-size", "4", "--cu-seqlens", "0,35,45,64")
+    options = ("--layout", layout, "--route", "double_ring", "--ranks-per-node", "2")
+    result = rfa(*SHAPE, *ranks, *options, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert {row.placement["layout"] for row in load(file).rows} == {layout}
+
+
 def test_the_command_with_a_network(tmp_path: Path) -> None:
     files = tmp_path / "replay.json", tmp_path / "replay.svg"
     written = ("--json", str(files[0]), "--svg", str(files[1]))

@@ -46,6 +46,19 @@ def test_draw(tmp_path: Path) -> None:
     assert found["steps"][0][0]["sends"] == ["K0 → 1"]
 
 
+def test_a_layout_that_knows_nodes(tmp_path: Path) -> None:
+    """By the name it has; each pair of ranks shares a document here, and hears of no other."""
+    name = "Balanced(ranks_per_node=2)"
+    options = ("--world-size", "4", "--cu-seqlens", "0,32,64", "--sources-per-launch", "3")
+    (found,) = written(tmp_path / "draw.json", "draw", name, *options)
+    assert found["layout"] == name
+    sends = {send for step in found["steps"] for turn in step for send in turn["sends"]}
+    assert sends == {"K0 → 1", "K1 → 0", "K2 → 3", "K3 → 2"}
+    result = rfa("draw", "Balanced(ranks_per_node=0)", *options)
+    assert result.exit_code == 2
+    assert "unknown layout 'Balanced(ranks_per_node=0)'" in " ".join(result.output.split())
+
+
 def test_every_command_has_examples_and_json() -> None:
     assert {"bench", "compare", "diff", "info", "replay", "verify"} <= set(COMMANDS)
     for name in COMMANDS:
