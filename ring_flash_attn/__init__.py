@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .api.virtual import virtual_ring_attention as virtual_ring_attention
     from .plan.balanced import Balanced as Balanced
     from .plan.tiles import Mask as Mask
+    from .simulate.choice import Planner as Planner
     from .simulate.planner import plan_for as plan_for
 
     __version__: str
@@ -46,6 +47,7 @@ _HOMES = {
     "Balanced": ".plan.balanced",
     "ContextParallel": ".api.context_parallel",
     "Mask": ".plan.tiles",
+    "Planner": ".simulate.choice",
     "context_parallel": ".api.torch_context_parallel",
     "context_parallel_unshard": ".api.torch_context_parallel",
     "llama3_flash_attn_prepare_cu_seqlens": ".api.llama3",

@@ -18,7 +18,7 @@ from ..plan.problem import Problem
 from ..plan.tiles import Mask
 
 if TYPE_CHECKING:
-    from .context_parallel import ContextParallel
+    from .context_parallel import BatchPlacement, ContextParallel
 
 IGNORE = -100  # a target that counts in no loss, as in torch and transformers
 _OFFSETS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")  # ours, and transformers'
@@ -33,6 +33,7 @@ class BatchDocuments:
 
     Attributes:
         layout: which rank holds which tokens.
+        route, parameters: what travels in attention over them, and when.
         cu_seqlens: (documents + 1,) of the whole stream; None for a batch of equal sequences.
         seqlen: tokens of the whole stream, or of each sequence of the batch.
         size: tokens of this rank in it.
@@ -47,6 +48,8 @@ class BatchDocuments:
     """
 
     layout: Layout
+    route: str
+    parameters: Mapping[str, int]
     cu_seqlens: tuple[int, ...] | None
     seqlen: int
     size: int
@@ -112,18 +115,31 @@ class Stream:
         return Stream(self.shape, self.packed, tuple(lengths), source, hidden)
 
     def spread(
-        self, layout: Layout, rank: int, world_size: int, cp: ContextParallel, digest: str | None
+        self,
+        choice: BatchPlacement,
+        rank: int,
+        world_size: int,
+        cp: ContextParallel,
+        digest: str | None,
     ) -> tuple[BatchDocuments, Tensor]:
         """What attention has to know, and the places in the stream of the rank's tokens.
 
         They are shared by all that ask: do not write to them.
         """
-        problem = Problem(layout, self.lengths, self.lengths, world_size, Mask())
+        problem = Problem(choice.layout, self.lengths, self.lengths, world_size, Mask())
         held = held_tokens(problem, rank, self.source.device)
         offsets = (0, *accumulate(self.lengths)) if self.packed else None
         total = len(self.source)
         documents = BatchDocuments(
-            layout, offsets, total, len(held), self.shape, self.source, self.causal_only, cp, digest
+            *choice,
+            offsets,
+            total,
+            len(held),
+            self.shape,
+            self.source,
+            self.causal_only,
+            cp,
+            digest,
         )
         return documents, held
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
@@ -35,6 +35,30 @@ before_shard: list[Callable[[], None]] = []
 _compared: WeakSet[Any] = WeakSet()  # groups whose ranks have compared their first batches
 
 
+class BatchPlacement(NamedTuple):
+    """How a batch is spread, and what travels."""
+
+    layout: Layout
+    route: str
+    parameters: Mapping[str, int]  # of the route
+
+
+@runtime_checkable
+class ChoosesRoutes(Protocol):
+    """What chooses where "auto" is given; `ring_flash_attn.Planner` is one."""
+
+    def choose(
+        self,
+        lengths: Sequence[int],
+        batch: int | None,
+        world_size: int,
+        layout: Layout | None,
+        route: str | None,
+        kernel: str,
+    ) -> BatchPlacement:
+        """For documents of these lengths, or `batch` sequences; None is to be chosen."""
+
+
 @dataclass(frozen=True)
 class ContextParallel:
     """Shards batches, computes attention and the loss, and gathers results over a group.
@@ -46,13 +70,15 @@ class ContextParallel:
         group: the ranks that share a sequence: a process group, or a DeviceMesh of one axis, such
             as mesh["cp"] (of two axes for routes "mesh" and "double_ring"); the default group if
             None.
-        layout: as in `ring_attention`; "auto" is `Balanced(ranks_per_node=…)` for packed documents
-            and "zigzag" for a batch of equal sequences.
-        route: as in `ring_attention`; "auto" is "ring".
+        layout: as in `ring_attention`; "auto" is what the planner chooses. Without one, it is
+            `Balanced(ranks_per_node=…)` for packed documents and "zigzag" for equal sequences.
+        route: as in `ring_attention`; "auto" is what the planner chooses, or "ring".
         kernel: as in `ring_attention`.
         divisor: if given, padding is added so that all ranks hold as many tokens, a multiple of it.
         pad_token_id: what that padding has as input_ids.
         ranks_per_node: as in `ring_attention`, for routes "mesh" and "double_ring".
+        planner: `ring_flash_attn.Planner(model, topology)`: it chooses by predicted time, once for
+            each kind of batch.
     """
 
     group: Group | None = None
@@ -62,6 +88,7 @@ class ContextParallel:
     divisor: int | None = None
     pad_token_id: int = 0
     ranks_per_node: int | None = None
+    planner: ChoosesRoutes | None = None
 
     def __post_init__(self) -> None:
         route = "ring" if _is_auto(self.route) else self.route
@@ -77,6 +104,23 @@ class ContextParallel:
         if self.divisor is not None:
             checks.check_integer("divisor", self.divisor, 1)
         checks.check_integer("pad_token_id", self.pad_token_id)
+        self._check_planner()
+
+    def _check_planner(self) -> None:
+        if self.planner is None:
+            return
+        if not isinstance(self.planner, ChoosesRoutes):
+            given = type(self.planner).__name__
+            raise TypeError(f"planner must be a ring_flash_attn.Planner, not {given}")
+        if not (_is_auto(self.layout) or _is_auto(self.route)):
+            raise ValueError(
+                f"planner: layout = {self.layout!r} and route = {self.route!r} leave it no choice"
+            )
+        if self.ranks_per_node is not None:
+            raise ValueError(
+                f"ranks_per_node = {self.ranks_per_node}: the planner chooses it; its topology "
+                "says what a node is"
+            )
 
     def shard(
         self,
@@ -121,15 +165,14 @@ class ContextParallel:
         dims = check_dims(given, dims)
         stream = read_stream(given)
         rank, world_size = comm.rank_and_size(self.group)
-        by_size = Balanced(ranks_per_node=self.ranks_per_node) if stream.packed else "zigzag"
-        layout = get_layout(by_size if _is_auto(self.layout) else self.layout)
+        choice = self._choose(stream, world_size)
         if self.divisor is not None:
-            stream = stream.padded(layout, world_size * self.divisor)
-            check_sizes(stream, layout, world_size, self.divisor)
+            stream = stream.padded(choice.layout, world_size * self.divisor)
+            check_sizes(stream, choice.layout, world_size, self.divisor)
         self._compare(given, stream)
         first = world_size > 1 and comm.resolve_group(self.group) not in _compared
         digest = _digest(given["input_ids"]) if first and "input_ids" in given else None
-        documents, held = stream.spread(layout, rank, world_size, self, digest)
+        documents, held = stream.spread(choice, rank, world_size, self, digest)
         part = {name: x for name, x in given.items() if name not in (*dims, *CONSUMED)}
         here, after = stream.source[held], stream.following[held]
         fill = {"input_ids": self.pad_token_id, "shift_labels": IGNORE}
@@ -145,6 +188,19 @@ class ContextParallel:
         if device is not None:
             part = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in part.items()}
         return {**part, "documents": documents}
+
+    def _choose(self, stream: Stream, world_size: int) -> BatchPlacement:
+        """Layout and route of a batch."""
+        layout = None if _is_auto(self.layout) else get_layout(self.layout)
+        route = None if _is_auto(self.route) else self.route
+        if self.planner is not None and world_size > 1 and len(stream.source):
+            lengths, batch = stream.lengths, None if stream.packed else stream.shape[0]
+            return self.planner.choose(lengths, batch, world_size, layout, route, self.kernel)
+        nodes = self.ranks_per_node
+        if layout is None:
+            layout = Balanced(ranks_per_node=nodes) if stream.packed else get_layout("zigzag")
+        parameters = {} if nodes is None else {"ranks_per_node": nodes}
+        return BatchPlacement(layout, route or "ring", parameters)
 
     def attention(
         self,
@@ -197,13 +253,12 @@ class ContextParallel:
             k,
             v,
             layout=documents.layout,
-            route="ring" if _is_auto(self.route) else self.route,
+            route=documents.route,
             kernel=self.kernel,
-            ranks_per_node=self.ranks_per_node,
             group=self.group,
             causal=causal,
             **where,
-            **options,
+            **{**documents.parameters, **options},
         )
         if not row:
             return out

@@ -13,7 +13,7 @@ from .. import comm
 from ..engine import checks
 from ..plan.layout import Layout, get_layout
 from .batches import BatchDocuments, Stream
-from .context_parallel import ContextParallel
+from .context_parallel import BatchPlacement, ContextParallel
 from .sdpa import routed
 from .sharding import unshard
 
@@ -64,7 +64,8 @@ def context_parallel(
     cp = ContextParallel(mesh, layout, _route if route is None else route, kernel)
     (seqlen,) = lengths
     stream = Stream((1, seqlen), False, (seqlen,), torch.arange(seqlen))
-    documents, held = stream.spread(get_layout(layout), *comm.rank_and_size(mesh), cp, None)
+    choice = BatchPlacement(get_layout(layout), cp.route, {})
+    documents, held = stream.spread(choice, *comm.rank_and_size(mesh), cp, None)
     return _sharded(cp.attention, documents, [*zip(tensors, dims)], held, kept)
 
 

@@ -199,8 +199,8 @@ class Workload:
         """
         if self.cu_seqlens is None:
             return replace(self, seqlen=max(1, self.seqlen // world_size))
-        offsets = tuple(end // world_size for end in self.cu_seqlens)
-        return replace(self, cu_seqlens=offsets, drawn=None)
+        *offsets, total = (end // world_size for end in self.cu_seqlens)
+        return replace(self, cu_seqlens=(*offsets, max(1, total)), drawn=None)
 
     # What it comes to.
 

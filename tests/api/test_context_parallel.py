@@ -29,9 +29,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from ring_flash_attn import Balanced, ContextParallel, Mask, flash_attn_func, shard
+from ring_flash_attn import (
+    Balanced,
+    ContextParallel,
+    Mask,
+    Planner,
+    flash_attn_func,
+    shard,
+)
+from ring_flash_attn.api.context_parallel import BatchPlacement
 from ring_flash_attn.plan.build import route_names
-from ring_flash_attn.plan.layout import layout_names
+from ring_flash_attn.plan.layout import get_layout, layout_names
 
 Batches = list[dict[str, Any]]
 TOLERANCE: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
@@ -130,6 +138,90 @@ def test_every_route(way: dict[str, Any], ranks: Callable[[int], Ranks]) -> None
     right = expected(documents, causal=False)
     for found in ranks(2).run(step, batches, {**way, "kernel": "reference"}, False):
         compare(found, right)
+
+
+class ByForm:
+    """Chooses by whether documents are packed; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def choose(self, *asked: Any) -> BatchPlacement:
+        self.asked.append(asked)
+        if asked[1] is None:
+            return BatchPlacement(get_layout("flat_stripe"), "mesh", {"ranks_per_node": 1})
+        return BatchPlacement(get_layout("contiguous"), "ring", {"sources_per_launch": 1})
+
+
+def planned(rank: int, world_size: int, batches: Batches) -> tuple[dict[str, Any], Any, Any]:
+    planner = ByForm()
+    cp = ContextParallel(planner=planner, divisor=2)
+    ways = [cp.shard(batch)["documents"] for batch in batches]
+    found = [(each.layout.name, each.route, each.parameters) for each in ways]
+    return step(rank, world_size, batches, {"planner": planner}), found, planner.asked
+
+
+def test_a_planner_chooses_for_each_batch(ranks: Callable[[int], Ranks]) -> None:
+    forms = both_forms()
+    batches = [*forms["packed"][1], *forms["batch"][1]]
+    right = expected([*forms["packed"][0], *forms["batch"][0]])
+    for found, ways, asked in ranks(2).run(planned, batches):
+        compare(found, right)
+        assert ways == [
+            ("flat_stripe", "mesh", {"ranks_per_node": 1}),
+            ("contiguous", "ring", {"sources_per_launch": 1}),
+        ]
+        of_pack, of_rows = (LENGTHS, None), (EQUAL[:1], len(EQUAL))
+        assert asked == [(*each, 2, None, None, "auto") for each in (of_pack, of_rows) * 2]
+
+
+def with_planner(rank: int, world_size: int, batches: Batches, heads: Any) -> dict[str, Any]:
+    planner = Planner(heads, "nvlink4", gpu="H200")
+    return step(rank, world_size, batches, {"planner": planner})
+
+
+@pytest.mark.parametrize("form", both_forms())
+def test_what_the_planner_chooses_is_right(form: str, ranks: Callable[[int], Ranks]) -> None:
+    documents, batches = both_forms()[form]
+    for found in ranks(4).run(with_planner, batches, (4, 2, 64)):
+        compare(found, expected(documents))
+
+
+def test_a_planner_and_fewer_tokens_than_ranks(ranks: Callable[[int], Ranks]) -> None:
+    documents = random_documents((2, 1))
+    documents[0][1][1] = 4  # the only target
+    for found in ranks(4).run(with_planner, [flattened(documents)], (4, 2, 64)):
+        compare(found, expected(documents))
+
+
+PLANNER_MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"planner": "fast"}, TypeError, "planner must be a ring_flash_attn.Planner, not str"),
+    (
+        {"planner": ByForm(), "layout": "zigzag", "route": "ring"},
+        ValueError,
+        "layout = 'zigzag' and route = 'ring' leave it no choice",
+    ),
+    (
+        {"planner": ByForm(), "layout": Balanced(), "route": "mesh", "ranks_per_node": 1},
+        ValueError,
+        "leave it no choice",
+    ),
+    (
+        {"planner": ByForm(), "route": "mesh", "ranks_per_node": 1},
+        ValueError,
+        "ranks_per_node = 1: the planner chooses it",
+    ),
+]
+
+
+def refused(rank: int, world_size: int) -> None:
+    for options, kind, words in PLANNER_MISTAKES:
+        with pytest.raises(kind, match=words):
+            ContextParallel(**options)
+
+
+def test_planners_that_make_no_sense_are_refused(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(refused)
 
 
 def over_axes(rank: int, world_size: int, route: str, batches: Batches) -> dict[str, Any]:
