@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..kernels.base import AUTO, NATIVE, choose_kernel, kernel_names, why_not
-from .workload import Workload, call_of
+from ..kernels.base import AUTO, NATIVE, choose_kernels, kernel_names, why_not
+from .workload import Workload, call_of, size_of_workload
 
 if TYPE_CHECKING:
     import torch
@@ -46,21 +46,28 @@ def find_implementation(
     name: str, workload: Workload, device: torch.device, grad: bool = True
 ) -> Implementation:
     """By its name, else ValueError; "auto" and "native" are the kernels that they pick."""
+    kernel = name
     if name in (AUTO, NATIVE):
-        name = choose_kernel(name, call_of(workload, device, grad=grad)).name
-    if name in _LIBRARIES:
-        return _LIBRARIES[name]
-    if name not in kernel_names():
+        call, size = call_of(workload, device, grad=grad), size_of_workload(workload)
+        kernels = choose_kernels(name, call, size)
+        if kernels.forward is not kernels.backward:
+            make = functools.partial(_ours, name)
+            return Implementation(f"{name} ({kernels.name})", lambda *_: [], make)
+        kernel = kernels.name
+    if kernel in _LIBRARIES:
+        return _LIBRARIES[kernel]
+    if kernel not in kernel_names():
         names = (AUTO, NATIVE, *implementation_names())
         raise ValueError(f"unknown implementation {name!r}; choose one of {', '.join(names)}")
+    make = functools.partial(_ours, kernel)
+    return Implementation(kernel, functools.partial(_kernel_why, kernel), make)
 
-    def make(workload: Workload, device: torch.device) -> Attention:
-        from .. import api
 
-        options = {"softcap": workload.softcap, "kernel": name}
-        return _called(api, workload, device, workload.window, options)
+def _ours(kernel: str, workload: Workload, device: torch.device) -> Attention:
+    from .. import api
 
-    return Implementation(name, functools.partial(_kernel_why, name), make)
+    options = {"softcap": workload.softcap, "kernel": kernel}
+    return _called(api, workload, device, workload.window, options)
 
 
 def _called(

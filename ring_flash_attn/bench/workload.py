@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..engine.prepare import Options
     from ..kernels.base import Call
+    from ..kernels.costs import Size
     from ..plan.problem import Problem
 
 FORWARD, BACKWARD, BOTH = PASSES = ("forward", "backward", "both")
@@ -384,6 +385,13 @@ def problem_of(workload: Workload, placement: Placement) -> Problem:
     )
 
 
+def size_of_workload(workload: Workload, world_size: int = 1) -> Size:
+    """What the choice of kernels depends on, besides the call."""
+    from ..kernels.costs import size_of
+
+    return size_of(workload.batch, workload.lengths, workload.lengths_k, world_size)
+
+
 def resolve(
     workload: Workload, placement: Placement, device: torch.device, grad: bool = True
 ) -> Placement:
@@ -391,11 +399,14 @@ def resolve(
 
     NotImplementedError with every reason if no kernel can do it.
     """
-    from ..kernels.base import choose_kernel
+    from ..kernels.base import choose_kernels
 
     problem_of(workload, placement)
-    kernel = choose_kernel(placement.kernel, call_of(workload, device, grad=grad)).name
-    return replace(placement, kernel=kernel)
+    size = size_of_workload(workload, placement.world_size)
+    kernels = choose_kernels(placement.kernel, call_of(workload, device, grad=grad), size)
+    if kernels.forward is not kernels.backward:  # one for each pass: what "auto" does
+        return placement
+    return replace(placement, kernel=kernels.name)
 
 
 def refuse_kernels(reasons: Mapping[str, Sequence[str]], device: torch.device) -> None:

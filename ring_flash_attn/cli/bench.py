@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,9 +28,11 @@ from ..bench.results import (
     check_output,
     host_cell,
     least,
+    load,
     make_table,
     mib,
     run_times,
+    save,
     speed_up,
 )
 from ..bench.workload import FORWARD, Workload
@@ -135,6 +138,13 @@ def compare(
     document_cap: o.DocumentCap = None,
     dtype: o.Dtype = None,
     preset: o.Preset = None,
+    random: Annotated[
+        int | None,
+        typer.Option(min=1, help="Instead of these, so many random calls, drawn with --seed."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the file of --json, if it is there.")
+    ] = False,
     versus: Annotated[
         str | None,
         o.named(
@@ -169,6 +179,7 @@ def compare(
     rfa compare --batch 4 --seqlen 2048 --no-grad --json compare.json
     rfa compare triton native --preset 8k --gate
     rfa compare triton cute "flash-attn 4" --preset llama3-8b --documents magi --seqlen 32768
+    rfa compare auto triton fa2 --random 60 --seed 1 --no-errors --json grid.json --resume
     """
     from ..bench.machine import device_name, find_device
     from ..bench.measure import check_graphs, find_all
@@ -181,9 +192,15 @@ def compare(
         check_output(json_file)
         where = find_device(device, "a comparison")
         check_graphs(graphs, where)
-        workloads = o.make_workloads(preset, causal, window, dtype, softcap, **numbers)
-        pack = cu_seqlens, documents, seed, document_cap
-        workloads = o.make_packs(workloads, batch, seqlen, *pack)
+        if random is None:
+            workloads = o.make_workloads(preset, causal, window, dtype, softcap, **numbers)
+            pack = cu_seqlens, documents, seed, document_cap
+            workloads = o.make_packs(workloads, batch, seqlen, *pack)
+        else:
+            shape = {"preset": preset, "causal": causal, "window": window, "softcap": softcap}
+            drawn = {"cu_seqlens": cu_seqlens, "documents": documents, "document_cap": document_cap}
+            workloads = _random(random, seed, dtype, {**shape, **numbers, **drawn})
+        before = _before(json_file, resume)
         if versus is None and names and NATIVE in names:
             others = [name for name in names if name != NATIVE]
             gated = gate or min_speed is not None or max_memory is not None
@@ -232,16 +249,64 @@ def compare(
         where,
         {"repeats": rounds, "graphs": graphs, **o.compared(versus, limits)},
         json_file,
+        before=before,
         grad=grad,
         errors=errors,
         graphs=graphs,
         after_each=finish,
     )
+    if len(workloads) > 1:
+        _show_summary(console, rows)
     if where.type == "cpu":
         console.print(ON_CPU)
     elif host:
         console.print(HOST_WAITS)
     raise typer.Exit(int(not passed or all(row.failed is not None for row in rows)))
+
+
+def _random(
+    count: int, seed: str | None, dtype: str | None, shape: Mapping[str, object]
+) -> list[Workload]:
+    """Those of `rfa compare --random`; ValueError for options that it draws itself."""
+    from ..bench.grid import random_workloads
+
+    for name, value in shape.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: --random draws it")
+    found = [
+        random_workloads(count, each or 0, dtype or "bfloat16") for each in o.parse_seeds(seed)
+    ]
+    return [workload for of_seed in found for workload in of_seed]
+
+
+def _before(json_file: Path | None, resume: bool) -> tuple[Row, ...]:
+    """What a run that was stopped has measured, with --resume."""
+    if not resume:
+        return ()
+    if json_file is None:
+        raise ValueError("--resume: say which file with --json")
+    return load(json_file).rows if json_file.exists() else ()
+
+
+def _show_summary(console: Console, rows: Sequence[Row]) -> None:
+    """Of several workloads: how near each implementation came to the fastest of those that ran."""
+    shares: dict[tuple[str, str], list[float]] = {}
+    calls: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.ms is not None:
+            calls.setdefault((json.dumps(row.workload), row.passes), []).append(row)
+    for (_, passes), ran in calls.items():
+        fastest = min(row.ms or math.inf for row in ran)
+        for row in ran:
+            name = row.implementation.partition(" (")[0]  # "auto", whatever it took
+            shares.setdefault((name, passes), []).append(fastest / (row.ms or math.inf))
+    table = make_table(("implementation", "pass"), ("calls", "geometric mean", "worst", "≥ 0.95"))
+    for (name, passes), found in sorted(shares.items()):
+        mean = math.exp(sum(map(math.log, found)) / len(found))
+        near = sum(share >= 0.95 for share in found)
+        table.add_row(name, passes, str(len(found)), f"{mean:.3f}", f"{min(found):.3f}", str(near))
+    print_lines(console, ("", "Speed, of the fastest that ran:"))
+    console.print(table)
 
 
 def _find_able(option: str, name: str, workload: Workload, device: torch.device, grad: bool) -> str:
@@ -263,20 +328,25 @@ def _measure(
     settings: dict[str, Any],
     json_file: Path | None,
     *,
+    before: Sequence[Row] = (),
     after_each: Callable[[Workload, list[Row]], list[Row]] = lambda workload, rows: rows,
     at_end: Callable[[Results], None] = lambda results: None,
     **how: Any,
 ) -> list[Row]:
     """Measure implementations of one workload after the other; write what there is.
 
-    `after_each` and `at_end` show it; `how` is what `measure` takes.
+    Workloads of rows `before` are not measured again. `after_each` and `at_end` show what was
+    found; `how` is what `measure` takes.
     """
     from ..bench.machine import make_results
     from ..bench.measure import measure
     from ..bench.timing import measure_peak
 
-    rows: list[Row] = []
-    peak = None
+    rows, peak = list(before), None
+    known = [row.workload for row in before]
+    jobs = [(names, workload) for names, workload in jobs if workload.to_dict() not in known]
+    if not jobs:
+        return rows
     try:
         with running(console, kind, len(jobs)) as (report, advance):
             report("measuring the peak")
@@ -284,6 +354,8 @@ def _measure(
             how |= {"kind": kind, "repeats": settings["repeats"], "report": report}
             for names, workload in jobs:
                 rows += after_each(workload, measure(names, workload, device, **how))
+                if json_file is not None and len(jobs) > 1:  # should the process be killed
+                    save(make_results(rows, device, settings, peak), json_file)
                 advance()
     finally:  # after Ctrl-C, too
         if rows:

@@ -1,4 +1,4 @@
-"""`rfa tune`: times block sizes of the Triton kernel on this GPU and writes down the best ones."""
+"""`rfa tune`: times block sizes of the Triton kernel, or kernels, on this GPU, for later runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from ..bench.results import check_output, make_table
 from ..bench.workload import Workload, call_of, find_dtype
-from ..kernels.base import why_not
+from ..kernels.base import kernel_names, why_not
 from . import options as o
 from .console import screen, usage_errors, write
 
@@ -24,6 +24,11 @@ def tune(
     dtype: o.OneDtype = "bfloat16",
     seqlen: Annotated[int, typer.Option(min=1, help="Tokens of the calls.")] = 8192,
     causal: o.IsCausal = True,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Time kernels on random calls instead.")
+    ] = False,
+    calls: Annotated[int, typer.Option(min=1, help="Of --kernels: how many.")] = 60,
+    seed: Annotated[int, typer.Option(min=0, help="Of --kernels: other ones.")] = 0,
     output: Annotated[
         Path | None, typer.Option(help="The file; by default the one that the library reads.")
     ] = None,
@@ -35,14 +40,22 @@ def tune(
     uses its defaults. Removing the file undoes it. Entries of other GPUs, head dimensions and
     dtypes stay; a file that makes no sense is kept as NAME.old.
 
+    With --kernels, every kernel that is installed is timed on random calls. Later runs with kernel
+    "auto" take, for each pass, the one that was fastest on calls like theirs. Calls that are in the
+    file are not timed again: a run that was stopped goes on, and more calls make it better.
+
     \b
     rfa tune
+    rfa tune --kernels --calls 120
     rfa tune --headdim 96 --dtype float16 --output tuned.json
     """
     import torch
 
     from ..bench.machine import commit, versions
 
+    if kernels:
+        _tune_kernels(headdim, calls, seed, output, json_file)
+        return
     headdims = headdim or [64, 128]
     with usage_errors():
         _check(headdims, dtype)
@@ -91,12 +104,66 @@ def tune(
         write(console, {**facts, "causal": causal, "choices": plain}, json_file)
 
 
-def _check(headdims: list[int], dtype: str) -> None:
-    """ValueError where there is nothing to time."""
+def _tune_kernels(
+    headdims: list[int] | None, calls: int, seed: int, output: Path | None, json_file: Path | None
+) -> None:
+    """Time every kernel on random calls; print how often each was the fastest."""
+    import torch
+
+    from ..bench.grid import measure_costs, random_workloads
+    from ..kernels import costs
+
+    with usage_errors():
+        _check_gpu()
+        if headdims:
+            raise ValueError(f"--headdim {headdims[0]}: --kernels draws head dimensions")
+        path = output or costs.costs_path()
+        if path is None:
+            raise ValueError(
+                f"{costs.VARIABLE} is empty, so that no file is read: unset it or pass --output"
+            )
+        for file in (path, json_file):
+            check_output(file)
+        if path.exists():
+            costs.read_costs(path)
+    console, device = screen(), torch.device("cuda", torch.cuda.current_device())
+    names = [name for name in kernel_names() if name != "reference"]
+    won = {name: dict.fromkeys(costs.PASSES, 0) for name in names}
+    measured = 0
+    with console.status("") as status:
+        workloads = random_workloads(calls, seed)
+        for rows in measure_costs(names, workloads, device, path, status.update):
+            measured += 1
+            for passes in costs.PASSES:
+                fastest = min(rows, key=lambda row: getattr(row, passes), default=None)
+                if fastest is not None:
+                    won[fastest.kernel][passes] += 1
+    ran = {name: counts for name, counts in won.items() if any(counts.values())}
+    table = make_table(("kernel",), [f"fastest {passes}" for passes in costs.PASSES])
+    for name, counts in ran.items():
+        table.add_row(name, *map(str, counts.values()))
+    console.print(table)
+    read = costs.costs_path()
+    use = f"to use it, set {costs.VARIABLE}={path.absolute()}"
+    if read is not None and path.absolute() == read.absolute():
+        use = "from now on kernel auto chooses by it"
+    console.print(f"{measured} calls more in {path}: {use}", markup=False, soft_wrap=True)
+    if json_file is not None:
+        write(console, {"gpu": costs.gpu_name(device), "calls": measured, "won": ran}, json_file)
+
+
+def _check_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
         raise ValueError("rfa tune times kernels on a GPU, and there is none that torch can use")
+
+
+def _check(headdims: list[int], dtype: str) -> None:
+    """ValueError where there is nothing to time."""
+    import torch
+
+    _check_gpu()
     for each in headdims:
         workload = Workload(headdim=each, causal=True, dtype=dtype)
         reasons = why_not("triton", call_of(workload, torch.device("cuda")))

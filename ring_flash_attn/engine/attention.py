@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..comm import Transport
-from ..kernels.base import Call, Grads, Kernel, Saved, State, as_block, as_direct
+from ..kernels.base import Call, Grads, Kernel, Kernels, Saved, State, as_block, as_direct
 from ..kernels.merge import merge
 from ..plan.buffers import BufferPlan, SingleLaunch
 from ..plan.steps import Payload, Side
@@ -37,15 +37,16 @@ class LocalRank:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """A call, ready to run: its ranks in this process, the kernel, what the kernel must know.
+    """A call, ready to run: its ranks in this process, the kernels, what kernels must know.
 
     Attributes:
+        kernels: of the forward and of the backward pass.
         connect: makes the ranks' ends of the group, for each pass fresh ones.
         where: for profilers, names of layout and route, or "one device".
     """
 
     ranks: tuple[LocalRank, ...]
-    kernel: Kernel
+    kernels: Kernels
     call: Call
     connect: Callable[[], Sequence[Transport]]
     where: tuple[str, ...] = ("one device",)
@@ -157,7 +158,7 @@ def backward(
             for (out, _), (dout, _) in zip(results, douts, strict=True)
         ]
         for _, dlse in douts:
-            _check_dlse(prepared.kernel, dlse)
+            _check_dlse(prepared.kernels.backward, dlse)
         saved = [  # made when it is needed: the first keys leave before that
             functools.cache(
                 functools.partial(_saved, prepared, single, out, lse, dout, dlse, sink is not None)
@@ -182,7 +183,8 @@ def backward(
 
 
 def _pass_name(direction: str, prepared: PreparedCall) -> str:
-    return f"{direction}: {' x '.join((*prepared.where, prepared.kernel.name))}"
+    kernel: Kernel = getattr(prepared.kernels, direction)
+    return f"{direction}: {' x '.join((*prepared.where, kernel.name))}"
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -201,9 +203,10 @@ def _saved(
     dlse: Tensor | None,
     sink: bool,
 ) -> Saved:
-    call, direct = prepared.call, as_direct(prepared.kernel)
+    call, kernel = prepared.call, prepared.kernels.backward
+    direct = as_direct(kernel)
     with span("delta"):
-        if as_block(prepared.kernel) is not None:
+        if as_block(kernel) is not None:
             return Saved(lse, _delta(dout, out, call) if sink else lse.new_empty(0), out)
         if direct is not None and single is not None and dlse is None and not sink:
             return Saved(lse, lse.new_empty(0), out)
@@ -227,15 +230,16 @@ def _forward_single(
     None for a kernel that cannot.
     """
     q, k, v = shard
-    block = as_block(prepared.kernel)
+    kernel = prepared.kernels.forward
+    block = as_block(kernel)
     if block is not None and sink is None:
-        with span("{.name} forward", prepared.kernel):
+        with span("{.name} forward", kernel):
             return block.alone(q, k, v, single.tiles, prepared.call)
-    if as_direct(prepared.kernel) is None:
+    if as_direct(kernel) is None:
         return None
     out, lse = _empty_state(q, prepared.call, prepared.call.dtype, sink, single.covers_queries)
-    with span("{.name} forward", prepared.kernel):
-        prepared.kernel.forward(q, k, v, single.tiles, State(out, lse), prepared.call)
+    with span("{.name} forward", kernel):
+        kernel.forward(q, k, v, single.tiles, State(out, lse), prepared.call)
     return out, lse
 
 
@@ -244,11 +248,12 @@ def _backward_single(
 ) -> QKV | None:
     """Likewise."""
     q, k, v = shard
-    block = as_block(prepared.kernel)
+    kernel = prepared.kernels.backward
+    block = as_block(kernel)
     if block is not None:
-        with span("{.name} backward", prepared.kernel):
+        with span("{.name} backward", kernel):
             return block.alone_backward(dout, q, k, v, single.tiles, saved, prepared.call)
-    if as_direct(prepared.kernel) is None:
+    if as_direct(kernel) is None:
         return None
     make_q = torch.empty_like if single.covers_queries else torch.zeros_like
     make_k = torch.empty_like if single.covers_keys else torch.zeros_like
@@ -259,8 +264,8 @@ def _backward_single(
         make_k(v, memory_format=compact),
     )
     fresh = Grads(*grads, fresh_q=True, fresh_k=True)
-    with span("{.name} backward", prepared.kernel):
-        prepared.kernel.backward(dout, q, k, v, single.tiles, saved, fresh, prepared.call)
+    with span("{.name} backward", kernel):
+        kernel.backward(dout, q, k, v, single.tiles, saved, fresh, prepared.call)
     return grads
 
 
@@ -308,10 +313,11 @@ class _ForwardPass:
         self, prepared: PreparedCall, local: LocalRank, shard: QKV, sink: Tensor | None
     ) -> None:
         self._q, *self._kv = shard
-        self._kernel, self._call, self._sink = prepared.kernel, prepared.call, sink
+        self._kernel, self._call, self._sink = prepared.kernels.forward, prepared.call, sink
         self.buffer_plan, self.pool, self.device = local.forward, local.pool, self._q.device
         self._arrives_final = self.buffer_plan.final[Side.QUERY][0]
-        self.program = _lowered(self.buffer_plan, _forward_payloads, prepared, len(self._q))
+        what = self.buffer_plan, _forward_payloads, self._kernel, self._call
+        self.program = _lowered(*what, len(self._q))
 
     def home(self, payload: Payload, side: Side) -> Views:
         if payload is Payload.INPUT:
@@ -387,12 +393,13 @@ class _BackwardPass:
         dout: Tensor,
         saved: Callable[[], Saved],
     ) -> None:
-        self._kernel, self._call = prepared.kernel, prepared.call
+        self._kernel, self._call = prepared.kernels.backward, prepared.call
         self._shard, self._dout, self._saved = shard, dout, saved
         self._blocks = as_block(self._kernel) is not None
         self._grads: dict[tuple[Payload, Side], Views] = {}
         self.buffer_plan, self.pool, self.device = local.backward, local.pool, dout.device
-        self.program = _lowered(self.buffer_plan, _backward_payloads, prepared, len(dout))
+        what = self.buffer_plan, _backward_payloads, self._kernel, self._call
+        self.program = _lowered(*what, len(dout))
 
     def home(self, payload: Payload, side: Side) -> Views:
         q, k, v = self._shard
@@ -455,12 +462,13 @@ _MOST_LOWERED = 8  # of a plan: kinds of tensors
 def _lowered(
     buffer_plan: BufferPlan,
     payloads: Callable[[Call, bool], Payloads],
-    prepared: PreparedCall,
+    kernel: Kernel,
+    call: Call,
     batch: int,
 ) -> Program:
     """What a pass does, for tensors of these shapes; worked out once for a plan."""
-    call, blocks = prepared.call, as_block(prepared.kernel) is not None
-    writes, direct = _needs_no_zeros(prepared.kernel), as_direct(prepared.kernel) is not None
+    blocks = as_block(kernel) is not None
+    writes, direct = _needs_no_zeros(kernel), as_direct(kernel) is not None
     key = batch, call.nheads, call.headdim, call.headdim_v, call.dtype, blocks, writes, direct
     found: Program | None = buffer_plan.lowered.get(key)
     if found is None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .. import comm
 from ..cache import Cache
-from ..kernels.base import Call, check_kernel, choose_kernel
+from ..kernels import costs
+from ..kernels.base import Call, check_kernel, choose_kernels
 from ..plan.buffers import BufferPlan
 from ..plan.build import make_plan
 from ..plan.llama3 import Llama3Problem, check_parts
@@ -90,7 +91,11 @@ def prepare(
     call = _call(*next(iter(shards.values())), opts, problem, grad)
     where = ("one device",) if problem.world_size == 1 else (problem.layout.name, route)
     ends = connect or functools.partial(comm.virtual_transports, len(ranks))
-    return PreparedCall(ranks, choose_kernel(opts.kernel, call), call, ends, where)
+    size = None
+    if costs.costs_file() is not None and not isinstance(problem, Llama3Problem):  # its own part
+        lengths = problem.lengths_q, problem.lengths_k
+        size = costs.size_of(len(next(iter(shards.values()))[0]), *lengths, problem.world_size)
+    return PreparedCall(ranks, choose_kernels(opts.kernel, call, size), call, ends, where)
 
 
 Plans = tuple[BufferPlan, BufferPlan]  # forward, backward
@@ -250,7 +255,7 @@ def _signature(
     return (
         ("layout", problem.layout.name),
         ("route", route),
-        ("kernel", prepared.kernel.name),
+        ("kernel", prepared.kernels.name),
         ("device", call.device.type),
         ("dtype", str(call.dtype)),
         ("nheads, nheads_k", (call.nheads, call.nheads_k)),

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, cast
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ..plan.tiles import Mask, Tile
+from . import costs
 
 if TYPE_CHECKING:  # the names of kernels are known before torch is imported
     import torch
@@ -260,6 +262,19 @@ def as_block(kernel: Kernel) -> BlockKernel | None:
     return cast(BlockKernel, kernel) if getattr(kernel, "blocks", False) else None
 
 
+class Kernels(NamedTuple):
+    """Those of a call: any backward pass can follow any forward pass, as all share (out, lse)."""
+
+    forward: Kernel
+    backward: Kernel
+
+    @property
+    def name(self) -> str:
+        """Of one, or of both."""
+        names = self.forward.name, self.backward.name
+        return names[0] if names[0] == names[1] else " + ".join(names)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A kernel by name: `module` defines it as `KERNEL`; `hint` says how to get it."""
@@ -409,8 +424,38 @@ def choose_kernel(name: str, call: Call) -> Kernel:
             that was asked for. An explicit choice never falls back.
     """
     check_kernel(name)
+    return _first(name, candidates(name, call), call)
+
+
+def choose_kernels(name: str, call: Call, size: costs.Size | None) -> Kernels:
+    """The same for each pass: `auto` and `native` take what was fastest on measured calls like it.
+
+    Where nothing like it was measured here, they take the same kernel for both.
+    """
+    check_kernel(name)
+    slower = None
+    if size is not None and name in (AUTO, NATIVE):
+        slower = costs.estimate(call, size)
+    if slower is None:
+        kernel = _first(name, candidates(name, call), call)
+        return Kernels(kernel, kernel)
+    forward, backward = (_by_cost(candidates(name, call), each) for each in slower)
+    if not call.needs_grad:
+        kernel = _first(name, forward, call)
+        return Kernels(kernel, kernel)
+    alone = replace(call, needs_grad=False, with_lse=False)
+    return Kernels(_first(name, forward, alone), _first(name, backward, call))
+
+
+def _by_cost(names: Sequence[str], slower: costs.Slower) -> tuple[str, ...]:
+    """The fastest first; before them what users registered, after them what nobody measured."""
+    return tuple(sorted(names, key=lambda n: -inf if n in _registered else slower.get(n, inf)))
+
+
+def _first(name: str, order: Sequence[str], call: Call) -> Kernel:
+    """The first that can do a call; NotImplementedError with every reason if none can."""
     reasons: dict[str, list[str]] = {}
-    for candidate in candidates(name, call):
+    for candidate in order:
         reasons[candidate] = why_not(candidate, call)
         if reasons[candidate]:
             continue

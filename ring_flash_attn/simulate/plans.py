@@ -17,7 +17,7 @@ from torch import Tensor
 from ..bench.workload import BACKWARD, BOTH, FORWARD, Placement, Workload, call_of
 from ..engine.attention import LocalRank, PreparedCall, backward, forward
 from ..engine.executor import Pool
-from ..kernels.base import Call, as_block
+from ..kernels.base import Call, Kernels, as_block
 from ..plan.buffers import BufferPlan
 from ..plan.build import make_plan
 from ..plan.problem import Problem
@@ -94,7 +94,8 @@ def price_rank(
         meter, pool = Meter(gpu), _CountingPool()
         kernel = stand_in(placement.kernel, headdim, meter, sustained)
         local = LocalRank(plans[0], plans[1], pool)
-        prepared = PreparedCall((local,), kernel, call, lambda end=meter: [end])  # type: ignore
+        kernels = Kernels(kernel, kernel)
+        prepared = PreparedCall((local,), kernels, call, lambda end=meter: [end])  # type: ignore
         with meter:
             if is_backward:
                 backward(prepared, [(q, k, v)], None, result, [(dout, None)])

@@ -14,10 +14,17 @@ from torch import Tensor
 
 from .. import api
 from ..bench.functions import find_functions, own_arguments, packed_leaves
-from ..bench.workload import Placement, Workload, call_of, dtype_name, refuse_kernels
+from ..bench.workload import (
+    Placement,
+    Workload,
+    call_of,
+    dtype_name,
+    refuse_kernels,
+    size_of_workload,
+)
 from ..comm import launch
 from ..engine.entry import run_virtual
-from ..kernels.base import AUTO, choose_kernel
+from ..kernels.base import AUTO, choose_kernels
 from ..plan.layout import get_layout, spans
 from .catalogue import (
     ACCEPTED,
@@ -72,7 +79,8 @@ def check_kernels(cases: Sequence[Case], options: VerifyOptions) -> None:
 def _kernel(case: Case, device: torch.device) -> str:
     """The kernel that the call will get; NotImplementedError with reasons if there is none."""
     asked = call_of(case.workload, device, with_lse=True)
-    return choose_kernel(case.placement.kernel, asked).name
+    size = size_of_workload(case.workload, case.placement.world_size)
+    return choose_kernels(case.placement.kernel, asked, size).name
 
 
 def check_all(

@@ -35,6 +35,7 @@ from ring_flash_attn.bench.workload import BACKWARD, BOTH, FORWARD, Workload
 from ring_flash_attn.cli.app import app
 from ring_flash_attn.cli.replay import _costs, _table, explain, notes
 from ring_flash_attn.draw.svg import draw_timeline
+from ring_flash_attn.kernels.base import Kernels
 from ring_flash_attn.plan.build import make_plan, route_names
 from ring_flash_attn.plan.layout import layout_names
 from ring_flash_attn.plan.steps import Payload, Plan, Side, Transfer
@@ -214,8 +215,8 @@ def test_posts_are_priced_by_peer(route: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_rank_alone_launches_what_its_plans_say(route: str) -> None:
     for rank in range(3):
         alone = ranks(route=route).rank(rank, None)
-        spy = Spy(alone.prepared.kernel)
-        replace(alone, prepared=replace(alone.prepared, kernel=spy)).both()
+        spy = Spy(alone.prepared.kernels.forward)
+        replace(alone, prepared=replace(alone.prepared, kernels=Kernels(spy, spy))).both()
         (local,) = alone.prepared.ranks
         works = [
             work.tiles

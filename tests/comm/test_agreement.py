@@ -33,6 +33,7 @@ from ring_flash_attn import (
     zigzag_ring_flash_attn_func,
 )
 from ring_flash_attn.comm import agreement
+from ring_flash_attn.kernels.base import Kernels
 from ring_flash_attn.kernels.reference import ReferenceKernel
 
 
@@ -362,7 +363,8 @@ def after_a_failure(
     options: dict[str, Any] = {"layout": "contiguous", "route": "ring", "sources_per_launch": 1}
     ring_attention(*x, **options, group=group)
     for kernel in (Failing(launches[rank], error), None, None):
-        choose = mock.patch("ring_flash_attn.engine.prepare.choose_kernel", return_value=kernel)
+        failing = Kernels(kernel, kernel) if kernel else None
+        choose = mock.patch("ring_flash_attn.engine.prepare.choose_kernels", return_value=failing)
         environment = mock.patch.dict(os.environ, {"RFA_CHECK": mode})
         with environment, choose if kernel else nullcontext():
             try:
@@ -416,7 +418,9 @@ def backward_after_a_failure(rank: int, n: int) -> tuple[bool, bool]:
     x = [t.requires_grad_() for t in tensors(1, 6, 2, 8)]
     out = ring_flash_attn_func(*x, group=group)
     with (
-        mock.patch("ring_flash_attn.engine.prepare.choose_kernel", return_value=Failing(0)),
+        mock.patch(
+            "ring_flash_attn.engine.prepare.choose_kernels", return_value=Kernels(*[Failing(0)] * 2)
+        ),
         pytest.raises(MemoryError),
     ):
         ring_attention(*x, layout="contiguous", route="ring", sources_per_launch=1, group=group)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ...kernels.base import check_kernel, choose_kernel
+from ...kernels.base import check_kernel
 from ..implementations import find_implementation
 from ..links import NONE, find_link, link_from_dict
 from ..measure import Inputs, make_works
 from ..replays.rank import LibraryRanks
 from ..replays.run import busiest_rank, check_ranks, check_replay
 from ..timing import Work
-from ..workload import BOTH, FORWARD, Placement, Workload, call_of
+from ..workload import BOTH, FORWARD, Placement, Workload, resolve
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ def make_subject(
         for name, value in spread.items():
             if value is not None:
                 raise ValueError(f"{name} {value!r} needs a world_size of 2 or more")
-        chosen = choose_kernel(kernel, call_of(workload, device, grad=grad)).name
-        return Subject(workload, replace(placement, kernel=chosen), device, 0, grad)
+        return Subject(workload, resolve(workload, placement, device, grad), device, 0, grad)
     workload = replace(workload, seqlen=workload.seqlen * world_size)
     placement = check_replay(workload, placement, device)
     if rank is None:

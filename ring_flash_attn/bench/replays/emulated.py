@@ -101,13 +101,11 @@ class Recorder:
 
 
 class RecordedKernel:
-    """A kernel whose launches are recorded, labelled with the steps of these plans."""
+    """A kernel whose launches are recorded, labelled with the steps of a plan."""
 
-    def __init__(self, kernel: Kernel, recorder: Recorder, plans: Iterable[Plan]) -> None:
+    def __init__(self, kernel: Kernel, plan: Plan, recorder: Recorder) -> None:
         self._kernel, self._recorder = kernel, recorder
-        self._steps = (
-            number for plan in plans for number, step in enumerate(plan.steps) for _ in step.work
-        )
+        self._steps = (number for number, step in enumerate(plan.steps) for _ in step.work)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._kernel, name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...engine.attention import QKV, PreparedCall, backward, forward
 from ...engine.executor import Pool
 from ...engine.prepare import prepare
-from ...kernels.base import as_block, as_direct
+from ...kernels.base import Kernels, as_block, as_direct
 from ...plan.steps import Payload, Plan, Side
 from ..links import Link, Topology
 from ..workload import BACKWARD, FORWARD, Placement, Workload, options_of, problem_of
@@ -52,8 +52,9 @@ class ReplayedRank:
         self.others.recorder = recorder
         (local,) = self.prepared.ranks
         plans = (local.forward.plan, local.backward.plan)
-        kernel: Any = RecordedKernel(self.prepared.kernel, recorder, plans)
-        return replace(self, prepared=replace(self.prepared, kernel=kernel))
+        of_passes = zip(self.prepared.kernels, plans, strict=True)
+        kernels: Any = Kernels(*[RecordedKernel(*each, recorder) for each in of_passes])
+        return replace(self, prepared=replace(self.prepared, kernels=kernels))
 
     def recorded(self, both: bool = True) -> tuple[Bar, ...]:
         """A timeline of one forward pass and, if `both`, one backward pass."""
@@ -173,7 +174,8 @@ def _held(
     rank: ReplayedRank, buffers: Mapping[torch.dtype, int], is_backward: bool
 ) -> dict[str, int]:
     """By name: states or accumulators of the pass, and its buffers."""
-    call, kernel, (local,) = rank.prepared.call, rank.prepared.kernel, rank.prepared.ranks
+    call, kernels, (local,) = rank.prepared.call, rank.prepared.kernels, rank.prepared.ranks
+    kernel = kernels.backward if is_backward else kernels.forward
     path = local.backward if is_backward else local.forward
     element, state = call.dtype.itemsize, call.state_dtype.itemsize
     rows = rank.shard[0].shape[:3].numel() * state
