@@ -1,9 +1,11 @@
-"""A bounded cache that threads may share."""
+"""A bounded cache that threads may share; where files lie that later runs read."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -90,3 +92,16 @@ class Cache(Generic[Key, Value]):
         finally:
             with self._lock:
                 del self._being_made[key]
+
+
+def user_path(variable: str, name: str) -> Path | None:
+    """What an environment variable names, by default in the user's cache.
+
+    None if the user wants none, or has no home.
+    """
+    named = os.environ.get(variable)
+    if named is None:
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        named = os.path.join(caches, "ring_flash_attn", name)
+    found = os.path.expanduser(named)
+    return None if not found or found.startswith("~") else Path(found)

@@ -61,13 +61,7 @@ def tune(
         _check(headdims, dtype)
         from ..kernels.triton import config, tuning
 
-        path = output or config.tuned_path()
-        if path is None:
-            raise ValueError(
-                f"{config.VARIABLE} is empty, so that no file is read: unset it or pass --output"
-            )
-        for file in (path, json_file):
-            check_output(file)
+        path = _file(output or config.tuned_path(), config.VARIABLE, json_file)
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = config.gpu_name(device)
     console = screen()
@@ -117,13 +111,7 @@ def _tune_kernels(
         _check_gpu()
         if headdims:
             raise ValueError(f"--headdim {headdims[0]}: --kernels draws head dimensions")
-        path = output or costs.costs_path()
-        if path is None:
-            raise ValueError(
-                f"{costs.VARIABLE} is empty, so that no file is read: unset it or pass --output"
-            )
-        for file in (path, json_file):
-            check_output(file)
+        path = _file(output or costs.costs_path(), costs.VARIABLE, json_file)
         if path.exists():
             costs.read_costs(path)
     console, device = screen(), torch.device("cuda", torch.cuda.current_device())
@@ -150,6 +138,15 @@ def _tune_kernels(
     console.print(f"{measured} calls more in {path}: {use}", markup=False, soft_wrap=True)
     if json_file is not None:
         write(console, {"gpu": costs.gpu_name(device), "calls": measured, "won": ran}, json_file)
+
+
+def _file(path: Path | None, variable: str, json_file: Path | None) -> Path:
+    """What is written; ValueError if it cannot be."""
+    if path is None:
+        raise ValueError(f"{variable} is empty, so that no file is read: unset it or pass --output")
+    for file in (path, json_file):
+        check_output(file)
+    return path
 
 
 def _check_gpu() -> None:

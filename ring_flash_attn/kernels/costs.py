@@ -16,6 +16,8 @@ from math import exp, inf, isfinite, log, log2
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..cache import user_path
+
 if TYPE_CHECKING:
     import torch
 
@@ -174,11 +176,7 @@ def distance(one: Shape, other: Shape) -> float:
 
 def costs_path() -> Path | None:
     """Where it belongs; None if the user wants none."""
-    named = os.environ.get(VARIABLE)
-    if named is None:
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return Path(caches, "ring_flash_attn", "costs.csv")
-    return Path(os.path.expanduser(named)) if named else None
+    return user_path(VARIABLE, "costs.csv")
 
 
 @cache

@@ -19,6 +19,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ...cache import user_path
+
 VARIABLE = "RFA_CUTE_CACHE"
 ARCH = "sm_90a"
 _KEPT = 8  # versions: the newest; a version has some megabytes
@@ -34,12 +36,7 @@ _VERSION = re.compile(r".+-sm_\w+-\w+-[0-9a-f]{16}")  # what `fingerprint` retur
 
 def folder() -> Path | None:
     """Where all versions are; None if the user wants none, or has no home."""
-    named = os.environ.get(VARIABLE)
-    if named is None:
-        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        named = os.path.join(caches, "ring_flash_attn", "cute")
-    found = os.path.expanduser(named)
-    return None if not found or found.startswith("~") else Path(found)
+    return user_path(VARIABLE, "cute")
 
 
 def path_of(name: str, traits: object) -> Path | None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 
+from ...cache import user_path
 from ..base import Call
 
 KERNELS = ("forward", "keys", "queries")
@@ -183,11 +184,7 @@ _ALLOWED: dict[str, tuple[Sequence[int], str]] = {
 
 def tuned_path() -> Path | None:
     """Where tuned block sizes belong; None if the user wants none."""
-    named = os.environ.get(VARIABLE)
-    if named is None:
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return Path(caches, "ring_flash_attn", "triton.json")
-    return Path(os.path.expanduser(named)) if named else None
+    return user_path(VARIABLE, "triton.json")
 
 
 def tuned_file() -> Path | None:
