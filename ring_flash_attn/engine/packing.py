@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.device_cache import DeviceCache, to_device
-from ..plan.rows import Packing
+from ..plan.rows import Packing, Runs
 
 _MOST = 1 << 25  # row numbers in all tables, of 8 bytes; a pack on 8 ranks has 18 for each token
 _tables: DeviceCache[Tensor] = DeviceCache(weigh=Tensor.numel, heaviest=_MOST)
@@ -22,7 +22,13 @@ def row_numbers(packing: Packing, device: torch.device) -> Tensor:
 
 
 def _copied(packing: Packing, device: torch.device) -> Tensor:
-    return to_device(numbers_of(packing.rows), device)
+    rows = packing.rows
+    if isinstance(rows, Runs):
+        counts = rows.lengths
+        firsts = rows.starts - (counts.cumsum(0) - counts)
+        numbers = firsts.repeat_interleave(counts, output_size=rows.total)
+        return to_device(numbers + torch.arange(rows.total, device="cpu"), device)
+    return to_device(numbers_of(rows), device)
 
 
 def numbers_of(rows: Sequence[range]) -> Tensor:

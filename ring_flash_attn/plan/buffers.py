@@ -6,13 +6,15 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import torch
+
 from .problem import Problem
-from .rows import Arrangement, Packing, Rows, rows_within
+from .rows import Arrangement, Packing, Rows, chain_rows, count_rows, rows_within
 from .steps import Heads, Payload, Plan, Side, Transfer, Work, users_of
-from .tiles import Tile
+from .tiles import Tiles
 
 Ranks = tuple[int, ...]
 
@@ -54,7 +56,7 @@ class Move:
 
     @property
     def rows(self) -> int:
-        return sum(map(len, self.of_shard))
+        return count_rows(self.of_shard)
 
     @property
     def of_home(self) -> Rows:
@@ -66,7 +68,7 @@ class Move:
 class SingleLaunch:
     """A launch that is all of a plan, and whether it touches every query and every key."""
 
-    tiles: tuple[Tile, ...]
+    tiles: Tiles
     covers_queries: bool
     covers_keys: bool
 
@@ -96,7 +98,7 @@ class BufferPlan:
         whole = {(t.side, t.owner) for step in plan.steps for t in step.transfers if not t.cut}
         whole |= {(s, w.owners(s)[0]) for w in launches for s in Side if len(w.owners(s)) == 1}
         whole |= {(side, plan.rank) for side in Side}
-        self.sizes = {each: problem.size(*each) for each in whole}
+        self.sizes = {(side, owner): problem.sizes(side)[owner] for side, owner in whole}
         self._covers: dict[tuple[int, Side], bool] = {}
         self._alone: dict[int, bool] = {}
         self._slots = {  # of shards that a launch takes from a buffer
@@ -129,7 +131,7 @@ class BufferPlan:
         self.single_launch: SingleLaunch | None = None
         if len(launches) == 1 and not any(step.transfers for step in plan.steps):
             (work,) = launches
-            assert all(tile.first and tile.last for tile in work.tiles), "nothing is carried"
+            assert work.tiles.columns[14:].all(), "nothing is carried"
             self.single_launch = SingleLaunch(work.tiles, *(self.covers(work, s) for s in Side))
 
     def _find_moves(self, problem: Problem) -> list[list[Move]]:
@@ -183,7 +185,7 @@ class BufferPlan:
     def pieces(self) -> int:
         """Tiles, spans and ranges of rows: what its size in memory goes by."""
         tiles = sum(len(work.tiles) for step in self.plan.steps for work in step.work)
-        spans = sum(len(found.spans) for found in self.arrangements.values())
+        spans = sum(found.columns.shape[1] for found in self.arrangements.values())
         rows = sum(len(m.of_shard) + len(m.of_slot) for moves in self.moves for m in moves)
         return tiles + spans + rows
 
@@ -203,10 +205,11 @@ class BufferPlan:
         """Whether a launch of the plan names every row of one side's buffer."""
         key = id(work), side
         if key not in self._covers:
-            spans = (tile.query if side is Side.QUERY else tile.key for tile in work.tiles)
-            rows = {span.start: span.length for span in spans}
+            start, length, *_ = work.tiles.query if side is Side.QUERY else work.tiles.key
+            starts, which = start.unique(return_inverse=True)
+            rows = torch.zeros_like(starts).scatter(0, which, length).sum()
             slot = Slot(Payload.RESULT, side, work.owners(side), work.heads)
-            self._covers[key] = sum(rows.values()) == self.rows(slot)
+            self._covers[key] = int(rows) == self.rows(slot)
         return self._covers[key]
 
     def delivers(self, work: Work, side: Side) -> bool:
@@ -306,7 +309,7 @@ def _packed(moves: list[Move], rank: int) -> list[Move]:
         together = [moves[number] for number in numbers]
         peers = [t.source if t.target == rank else t.target for t in (m.transfer for m in together)]
         counts = [move.rows for move in together]
-        rows = tuple(chain.from_iterable(_local(move, rank)[0] for move in together))
+        rows = chain_rows([_local(move, rank)[0] for move in together])
         packing = Packing(rows, tuple(zip(peers, counts, strict=True)))
         for number, (start, end) in zip(numbers, pairwise([0, *accumulate(counts)]), strict=True):
             found[number] = replace(moves[number], packing=packing, place=range(start, end))

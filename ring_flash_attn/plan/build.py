@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from .layout import Span
+import torch
+
+from .columns import filled, vector
 from .problem import Problem
 from .steps import Heads, Payload, Plan, Side, Step, Work, users_of
-from .tiles import Tile, make_tiles
+from .tiles import tiles_between
 
 Route = Callable[[Problem, int, bool], list[Step]]
 
@@ -81,13 +83,14 @@ def make_work(
 def _make_work(
     problem: Problem, query_rank: int, owners: tuple[int, ...], heads: Heads, cut: bool
 ) -> tuple[Work, ...]:
+    if not owners:
+        return ()
     cut = (cut or len(owners) > 1) and owners != (query_rank,)
-    keys: Sequence[Span] = ()
     if cut:
-        keys = problem.arrangement(owners, query_rank).spans
-    elif owners:
-        keys = problem.spans(Side.KEY, owners[0])
-    tiles = make_tiles(problem.spans(Side.QUERY, query_rank), keys, problem.mask)
+        keys = problem.arrangement(owners, query_rank).columns
+    else:
+        keys = problem.columns(Side.KEY, owners[0])
+    tiles = tiles_between(problem.columns(Side.QUERY, query_rank), keys, problem.mask)
     return (Work((query_rank,), owners, heads, tiles, cut),) if tiles else ()
 
 
@@ -103,13 +106,15 @@ def make_shared_work(
     def make() -> tuple[Work, ...]:
         if not queries or not keys:
             return ()
-        of_queries: Sequence[Span] = problem.spans(Side.QUERY, rank)
-        of_keys: Sequence[Span] = problem.spans(Side.KEY, rank)
-        if queries != (rank,):
-            of_queries = problem.query_arrangement(queries).spans
-        if keys != (rank,):
-            of_keys = problem.arrangement(keys, users_of(queries)).spans
-        tiles = make_tiles(of_queries, of_keys, problem.mask)
+        if queries == (rank,):
+            of_queries = problem.columns(Side.QUERY, rank)
+        else:
+            of_queries = problem.query_arrangement(queries).columns
+        if keys == (rank,):
+            of_keys = problem.columns(Side.KEY, rank)
+        else:
+            of_keys = problem.arrangement(keys, users_of(queries)).columns
+        tiles = tiles_between(of_queries, of_keys, problem.mask)
         return (Work(queries, keys, heads, tiles, cut=True),) if tiles else ()
 
     return problem.remember(key, make)
@@ -123,36 +128,23 @@ def _marked(launches: Sequence[Work], merged: bool, rank: int) -> tuple[list[Wor
     """
     groups = sorted({work.heads for work in launches})
     assert all(a[1] <= b[0] for a, b in pairwise(groups)), f"head groups overlap: {groups}"
-    uses: dict[tuple[tuple[int, ...], Heads], dict[int, tuple[int, int, int]]] = {}
+    together: dict[tuple[tuple[int, ...], Heads], list[int]] = {}
     for number, work in enumerate(launches):
-        starts = uses.setdefault((work.queries, work.heads), {})  # → first, last, rows
-        for tile in work.tiles:
-            start, rows = tile.query[:2]
-            known = starts.get(start)
-            if known is None:
-                starts[start] = number, number, rows
-            elif known[1] != number:
-                starts[start] = known[0], number, rows
-    found = []
-    for number, work in enumerate(launches):
-        marks = {
-            start: (first == number, not merged and last == number)
-            for start, (first, last, _) in uses[work.queries, work.heads].items()
-            if first == number or (last == number and not merged)
-        }
-        tiles = work.tiles
-        if marks:
-            tiles = tuple(
-                tuple.__new__(Tile, (*tile[:4], *marks[tile[0][0]]))
-                if tile[0][0] in marks
-                else tile
-                for tile in tiles
-            )
-        found.append(Work(work.queries, work.keys, work.heads, tiles, work.cut))
-    covered = sum(
-        rows * (end - start)
-        for (queries, (start, end)), starts in uses.items()
-        for _, _, rows in starts.values()
-        if queries == (rank,)
-    )
+        together.setdefault((work.queries, work.heads), []).append(number)
+    found, covered = list(launches), 0
+    for (queries, (start, end)), numbers in together.items():
+        tiles = [launches[number].tiles for number in numbers]
+        starts = torch.cat([each.query[0] for each in tiles])
+        rows = torch.cat([each.query[1] for each in tiles])
+        turns = vector(range(len(tiles))).repeat_interleave(vector(map(len, tiles)))
+        spans, which = starts.unique(return_inverse=True)
+        if queries == (rank,):
+            covered += int(filled(len(spans), 0).scatter(0, which, rows).sum()) * (end - start)
+        first = filled(len(spans), len(tiles)).scatter_reduce(0, which, turns, "amin")[which]
+        last = filled(len(spans), -1).scatter_reduce(0, which, turns, "amax")[which]
+        sizes = list(map(len, tiles))
+        marks = (turns == first).split(sizes), ((turns == last) & (not merged)).split(sizes)
+        for number, each, *flags in zip(numbers, tiles, *marks, strict=True):
+            work = launches[number]
+            found[number] = Work(queries, work.keys, work.heads, each.marked(*flags), work.cut)
     return found, covered

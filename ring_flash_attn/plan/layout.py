@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from torch import Tensor
+
 Split = Callable[[int, int, int], list[range]]
+Number = int | Tensor
+Bound = tuple[Number, Number, Number]  # start, stop and step of a range, or of many
+Bounds = Callable[[Number, Number, int], list[Bound]]
 
 FLAT_PREFIX = "flat_"
 
@@ -81,11 +86,18 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SplitLayout:
-    """A layout that is one function."""
+    """A layout that is one function.
+
+    Attributes:
+        split: the ranges of a rank.
+        flat: split the whole packed stream, instead of every document by itself.
+        bounds: those of `split` as a formula, for vectors of lengths and ranks too.
+    """
 
     name: str
     split: Split
-    flat: bool = False  # split the whole packed stream, instead of every document by itself
+    flat: bool = False
+    bounds: Bounds | None = None
 
     def held(
         self,
@@ -123,11 +135,29 @@ def register_layout(name: str) -> Callable[[Split], Split]:
     """Make `split` available as `name` (per document) and `flat_name` (over the whole stream)."""
 
     def register(split: Split) -> Split:
-        add_layout(SplitLayout(name, split))
-        add_layout(SplitLayout(FLAT_PREFIX + name, split, flat=True))
+        _add_split(name, split)
         return split
 
     return register
+
+
+def _by_formula(name: str) -> Callable[[Bounds], Split]:
+    """Make a layout available that is a formula."""
+
+    def register(bounds: Bounds) -> Split:
+        def split(length: int, rank: int, world_size: int) -> list[range]:
+            return [range(*each) for each in bounds(length, rank, world_size)]
+
+        split.__doc__ = bounds.__doc__
+        _add_split(name, split, bounds)
+        return split
+
+    return register
+
+
+def _add_split(name: str, split: Split, bounds: Bounds | None = None) -> None:
+    add_layout(SplitLayout(name, split, bounds=bounds))
+    add_layout(SplitLayout(FLAT_PREFIX + name, split, flat=True))
 
 
 def add_layout(layout: Layout) -> None:
@@ -163,26 +193,26 @@ def chunk(length: int, part: int, parts: int) -> range:
     return range(part * length // parts, (part + 1) * length // parts)
 
 
-@register_layout("contiguous")
-def contiguous(length: int, rank: int, world_size: int) -> list[range]:
+@_by_formula("contiguous")
+def contiguous(length: Number, rank: Number, world_size: int) -> list[Bound]:
     """Rank r holds the r-th part. Simple, but under a causal mask the last rank works most."""
-    return [chunk(length, rank, world_size)]
+    return [(rank * length // world_size, (rank + 1) * length // world_size, 1)]
 
 
-@register_layout("zigzag")
-def zigzag(length: int, rank: int, world_size: int) -> list[range]:
+@_by_formula("zigzag")
+def zigzag(length: Number, rank: Number, world_size: int) -> list[Bound]:
     """Rank r holds parts r and 2W−1−r of 2W: an early and a late one, so causal work is even."""
     parts, early, late = 2 * world_size, rank * length, (2 * world_size - 1 - rank) * length
-    return [  # chunk(length, part, parts) of both
-        range(early // parts, (early + length) // parts),
-        range(late // parts, (late + length) // parts),
+    return [
+        (early // parts, (early + length) // parts, 1),
+        (late // parts, (late + length) // parts, 1),
     ]
 
 
-@register_layout("stripe")
-def stripe(length: int, rank: int, world_size: int) -> list[range]:
+@_by_formula("stripe")
+def stripe(length: Number, rank: Number, world_size: int) -> list[Bound]:
     """Rank r holds every W-th token from r on: causal work is even in every single step."""
-    return [range(rank, length, world_size)]
+    return [(rank, length, world_size)]
 
 
 def spans(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from .columns import Columns, to_columns, vector
 from .layout import Span
 from .problem import Problem
 from .rows import Arrangement, Rows, arrange
@@ -57,6 +58,10 @@ class Llama3Problem(Problem):
         """All shards are equal."""
         return self.size_q if side is Side.QUERY else self.size_k
 
+    def sizes(self, side: Side) -> list[int]:
+        """All shards are equal."""
+        return [self.size(side, 0)] * self.world_size
+
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Nobody can tell what the others need."""
         return True
@@ -86,6 +91,11 @@ class Llama3Problem(Problem):
             row += q
         return tuple(found)
 
+    def columns(self, side: Side, ranks: Users) -> Columns:
+        """The same of a rank, or of several."""
+        owners = (ranks,) if isinstance(ranks, int) else ranks
+        return to_columns([(owner, self.spans(side, owner)) for owner in owners])
+
     def seen(self, owner: int, user: Users) -> tuple[Span, ...]:
         """Of a rank's keys, all that is known of them: what we need."""
         return self.spans(Side.KEY, owner)
@@ -96,5 +106,5 @@ class Llama3Problem(Problem):
 
     def arrangement(self, owners: tuple[int, ...], user: Users) -> Arrangement:
         """They follow each other in the stream, whatever the documents are."""
-        shards = [(owner, self.sent(owner, user), self.seen(owner, user)) for owner in owners]
-        return arrange(shards, {})
+        known = self.columns(Side.KEY, owners)
+        return arrange(owners, known, vector(()), [self.size_k] * len(owners))

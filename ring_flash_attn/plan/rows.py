@@ -2,19 +2,96 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
+from typing import cast, overload
 
+import torch
+from torch import Tensor
+
+from .columns import (
+    DOCUMENT,
+    INDEX,
+    LENGTH,
+    OWNER,
+    POSITION,
+    START,
+    Columns,
+    breaks,
+    filled,
+    joined,
+    to_spans,
+    vector,
+)
 from .layout import Span
 
-Rows = tuple[range, ...]  # of a shard or a buffer
+Rows = Sequence[range]  # of a shard or a buffer
 
 BLOCK = 128  # rows of a kernel's block: a span costs as much as its blocks
 COPY = 40  # pairs that are computed in the time that moving the keys and values of a token takes
 LAUNCH = 200_000  # and in the time of a small launch
 _FEW = 16  # spans of a shard: with more, shards one after the other save little
+
+
+class Runs(Sequence[range]):
+    """Rows as ranges of step 1, by columns: packs have very many.
+
+    Attributes:
+        starts, lengths: of the ranges.
+        total: number of rows.
+    """
+
+    __slots__ = ("_made", "lengths", "starts", "total")
+
+    def __init__(self, starts: Tensor, lengths: Tensor, total: int) -> None:
+        self.starts, self.lengths, self.total = starts, lengths, total
+        self._made: tuple[range, ...] | None = None
+
+    def _all(self) -> tuple[range, ...]:
+        if self._made is None:
+            ends = (self.starts + self.lengths).tolist()
+            self._made = tuple(map(range, self.starts.tolist(), ends))
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, number: int) -> range: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> tuple[range, ...]: ...
+
+    def __getitem__(self, number: int | slice) -> range | tuple[range, ...]:
+        return self._all()[number]
+
+    def __iter__(self) -> Iterator[range]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all() == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+
+def count_rows(rows: Rows) -> int:
+    return rows.total if isinstance(rows, Runs) else sum(map(len, rows))
+
+
+def chain_rows(parts: Sequence[Rows]) -> Rows:
+    """All rows of some parts."""
+    if not all(isinstance(part, Runs) for part in parts):
+        return tuple(chain.from_iterable(parts))
+    runs = cast("Sequence[Runs]", parts)
+    starts, lengths = (
+        torch.cat(x) for x in zip(*((r.starts, r.lengths) for r in runs), strict=True)
+    )
+    return Runs(starts, lengths, sum(each.total for each in runs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +106,7 @@ class Packing:
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "total", sum(map(len, self.rows)))
+        object.__setattr__(self, "total", count_rows(self.rows))
 
     @property
     def slice(self) -> slice | None:
@@ -39,156 +116,160 @@ class Packing:
         return slice(self.rows[0].start, self.rows[0].stop) if self.rows else slice(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Arrangement:
     """What of some shards is in one buffer, and where.
 
     Attributes:
-        spans: in the order of rows of the buffer; what goes on with the tokens before it is joined.
+        columns: the spans in the order of rows of the buffer; what goes on with the tokens before
+            it is joined.
         places: of each owner, its rows in the buffer, in the order of its shard, as in a message.
         size: rows of the buffer.
         by_document: rows lie by document and position; otherwise owner after owner, so that a
             message is one range of rows.
     """
 
-    spans: tuple[Span, ...]
+    columns: Columns
     places: dict[int, Rows]
     size: int
     by_document: bool
 
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return to_spans(self.columns)
 
-Shard = tuple[int, Rows, Sequence[Span]]  # owner, rows that are there, what is known of them
 
-
-def arrange(shards: Sequence[Shard], queries: dict[int, int]) -> Arrangement:
+def arrange(
+    owners: Sequence[int], known: Columns, queries: Tensor, sizes: Sequence[int] | None = None
+) -> Arrangement:
     """Some rows of several shards in one buffer.
 
     They lie owner after owner, by their first tokens, unless kernels save more than the copies cost
     if they lie by document and position: what a query sees of a document is then one range of rows,
-    not many with a half-filled block each. `queries` are the numbers of queries of each document.
+    not many with a half-filled block each.
+
+    Args:
+        owners: of the shards.
+        known: the spans of these rows, in the order of the owners.
+        queries: how many there are of each document.
+        sizes: those of whole shards, if these are there, and not only the rows of these spans.
     """
-    size = sum(len(rows) for _, parts, _ in shards for rows in parts)
-    cost = COPY * size + LAUNCH
-    if len(shards) == 1 or not _saves_more((known for _, _, known in shards), queries, cost):
-        return _by_owner(shards)
-    if sum(len(known) for _, _, known in shards) <= _FEW * len(shards):
-        found = _by_owner(shards)
-        if not _saves_more([found.spans], queries, cost):
+    cuts, offsets = cuts_between(owners, known), known[START]
+    if sizes is None:
+        rows = torch.cat([filled(1, 0), known[LENGTH].cumsum(0)])
+        firsts, lasts = rows[vector(a for a, _ in cuts)], rows[vector(b for _, b in cuts)]
+        offsets = rows[:-1] - firsts.repeat_interleave(vector(b - a for a, b in cuts))
+        sizes = (lasts - firsts).tolist()
+    cost = COPY * sum(sizes) + LAUNCH
+    if len(owners) < 2 or not _saves_more(known, queries, cost):
+        return _by_owner(owners, known, cuts, offsets, sizes)
+    if known.shape[1] <= _FEW * len(owners):
+        found = _by_owner(owners, known, cuts, offsets, sizes)
+        if not _saves_more(found.columns, queries, cost):
             return found
-    return _by_document(shards)
+    return _by_document(owners, known, cuts)
 
 
-def _by_owner(shards: Iterable[Shard]) -> Arrangement:
-    spans: list[Span] = []
-    begins: list[int] = []
+def _by_owner(
+    owners: Sequence[int],
+    known: Columns,
+    cuts: Sequence[tuple[int, int]],
+    offsets: Tensor,
+    sizes: Sequence[int],
+) -> Arrangement:
+    firsts = [known[[DOCUMENT, POSITION], a : min(a + 1, b)].flatten().tolist() for a, b in cuts]
+    order = sorted(range(len(owners)), key=firsts.__getitem__)
     places: dict[int, Rows] = {}
-    size = 0
-    in_order = sorted(shards, key=lambda each: [(s.document, s.position) for s in each[2][:1]])
-    for owner, rows, known in in_order:
-        first, runs = size, iter(rows)
-        run = range(0)
-        for span in known:
-            while span.start >= run.stop:
-                size += len(run)
-                run = next(runs)
-            begins.append(size - run.start + span.start)
-        spans += known
-        size = first + sum(map(len, rows))
-        places[owner] = (range(first, size),) if size > first else ()
-    return Arrangement(_joined(spans, begins), places, size, by_document=False)
+    shards, begins, size = [known[:, :0]], [offsets[:0]], 0
+    for number in order:
+        first, last = cuts[number]
+        shards.append(known[:, first:last])
+        begins.append(offsets[first:last] + size)
+        rows = range(size, size + sizes[number])
+        places[owners[number]] = (rows,) if rows else ()
+        size = rows.stop
+    found = joined(torch.cat(shards, 1), torch.cat(begins))
+    return Arrangement(found, places, size, by_document=False)
 
 
-def _by_document(shards: Sequence[Shard]) -> Arrangement:
-    spans = [span for _, _, known in shards for span in known]
-    order = sorted(range(len(spans)), key=[span[5] for span in spans].__getitem__)  # index
-    lengths = [span[1] for span in spans]
-    rows = list(accumulate(map(lengths.__getitem__, order), initial=0))
-    size, begins = rows.pop(), [0] * len(spans)
-    for number, row in zip(order, rows, strict=True):
-        begins[number] = row
-    places, first = {}, 0
-    for owner, _, known in shards:
-        last = first + len(known)
-        places[owner] = join_runs(begins[first:last], lengths[first:last])
-        first = last
-    joined = _joined(map(spans.__getitem__, order), rows)
-    return Arrangement(joined, places, size, by_document=True)
+def _by_document(
+    owners: Sequence[int], known: Columns, cuts: Sequence[tuple[int, int]]
+) -> Arrangement:
+    order = known[INDEX].argsort()
+    ordered = known[:, order]
+    ends = ordered[LENGTH].cumsum(0)
+    rows = ends - ordered[LENGTH]
+    begins = rows.new_empty(len(rows))
+    begins[order] = rows
+    places = dict(zip(owners, ranges_apart(begins, known[LENGTH], cuts), strict=True))
+    return Arrangement(joined(ordered, rows), places, int(ends[-1]), by_document=True)
 
 
-def _saves_more(shards: Iterable[Sequence[Span]], queries: dict[int, int], cost: int) -> bool:
-    """Whether more pairs need not be computed if all spans of a document follow each other.
-
-    More shards save more, so the first ones may do.
-    """
-    blocks: dict[int, int] = {}
-    rows: dict[int, int] = {}
-    look = 2  # after so many shards
-    for number, spans in enumerate(shards, 1):
-        for _, length, _, stride, document, _ in spans:
-            if stride == 1:
-                blocks[document] = blocks.get(document, 0) - (-length // BLOCK)
-                rows[document] = rows.get(document, 0) + length
-        if number == look:
-            if _saved(blocks, rows, queries) > cost:
-                return True
-            look += look
-    return _saved(blocks, rows, queries) > cost
-
-
-def _saved(blocks: dict[int, int], rows: dict[int, int], queries: dict[int, int]) -> int:
-    """Pairs: blocks of spans that lie apart, less those of the same rows in one place."""
-    return sum(
-        (count + (-rows[document] // BLOCK)) * BLOCK * queries.get(document, 0)
-        for document, count in blocks.items()
+def _saves_more(known: Columns, queries: Tensor, cost: int) -> bool:
+    """Whether more pairs need not be computed if all spans of a document follow each other."""
+    _, _, length, _, stride, document, _ = known
+    length = length * (stride == 1)
+    blocks, rows = (
+        queries.new_zeros(len(queries)).index_add(0, document, each)
+        for each in (_blocks(length), length)
     )
+    return int(((blocks - _blocks(rows)) * queries).sum()) * BLOCK > cost
 
 
-def _joined(spans: Iterable[Span], begins: Iterable[int]) -> tuple[Span, ...]:
-    """The same tokens, from these rows on, as fewer spans where one goes on with another."""
-    found: list[Span] = []
-    add, new = found.append, tuple.__new__  # the quick way: packs are long
-    first = total = step = after = beyond = row = at = 0  # of the span that grows
-    of = -1
-    for span, begin in zip(spans, begins, strict=True):
-        _, length, position, stride, document, index = span
-        if index == beyond and begin == after and document == of and stride == step:
-            total += length
-        else:
-            if total:
-                add(new(Span, (row, total, at, step, of, first)))
-            row, total, at, step, of, first = begin, length, position, stride, document, index
-        after, beyond = begin + length, index + stride * length
-    if total:
-        add(new(Span, (row, total, at, step, of, first)))
-    return tuple(found)
+def _blocks(rows: Tensor) -> Tensor:
+    return (rows + (BLOCK - 1)) // BLOCK
 
 
-def join_runs(starts: Iterable[int], lengths: Iterable[int]) -> Rows:
-    """Runs of rows, in their order, as ranges: fewer where one goes on with another."""
-    found: list[range] = []
-    add, first, end = found.append, -1, -1
-    for start, length in zip(starts, lengths, strict=True):
-        if start != end:
-            if end > first:
-                add(range(first, end))
-            first = start
-        end = start + length
-    if end > first:
-        add(range(first, end))
-    return tuple(found)
+def ranges_apart(starts: Tensor, lengths: Tensor, cuts: Sequence[tuple[int, int]]) -> list[Rows]:
+    """Runs of rows, in their order, as ranges; of each part between two cuts by itself."""
+    if not len(starts):
+        return [()] * len(cuts)
+    between = starts[1:] != (starts + lengths)[:-1]
+    between[vector(first - 1 for first, last in cuts if 0 < first < last)] = True
+    first = breaks(between)
+    at = torch.searchsorted(first, vector(last for _, last in cuts)).tolist()
+    sizes = [end - begin for begin, end in pairwise([0, *at])]
+    before = torch.cat([filled(1, 0), lengths.cumsum(0)])
+    ends = before[torch.cat([first[1:], filled(1, len(starts))])]
+    totals = before[vector([0, *(last for _, last in cuts)])]
+    parts = zip(
+        starts[first].split(sizes),
+        (ends - before[first]).split(sizes),
+        (totals[1:] - totals[:-1]).tolist(),
+        strict=True,
+    )
+    return [Runs(*part) for part in parts]
+
+
+def cuts_between(owners: Sequence[int], known: Columns) -> list[tuple[int, int]]:
+    """From where to where the spans of each owner are."""
+    counts = known[OWNER].bincount(minlength=1 + max(owners, default=0)).tolist()
+    return list(pairwise(accumulate((counts[owner] for owner in owners), initial=0)))
+
+
+def ranges_of(known: Columns) -> Rows:
+    """The rows of some spans, in their order, as ranges: fewer where one goes on with another."""
+    size = known.shape[1]
+    return ranges_apart(known[START], known[LENGTH], [(0, size)])[0] if size else ()
 
 
 def rows_within(rows: Rows, held: Rows) -> Rows:
     """Where some rows of a shard lie in a buffer that holds these of it, one after the other."""
-    starts = [run.start for run in held]
-    firsts = [0, *accumulate(map(len, held))]
-    found = []
-    for run in rows:
-        number = bisect_right(starts, run.start) - 1
-        first = firsts[number] + run.start - starts[number]
-        assert first + len(run) <= firsts[number + 1], f"{run} is not in {held[number]}"
-        found.append(range(first, first + len(run)))
-    return join(found)
+    if not rows:
+        return ()
+    (starts, lengths), (begins, sizes) = map(_as_columns, (rows, held))
+    number = torch.searchsorted(begins, starts, right=True) - 1
+    assert (starts + lengths <= (begins + sizes)[number]).all(), f"{rows} are not in {held}"
+    firsts = sizes.cumsum(0) - sizes
+    found = firsts[number] + starts - begins[number]
+    return ranges_apart(found, lengths, [(0, len(found))])[0]
+
+
+def _as_columns(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Starts and lengths."""
+    if isinstance(rows, Runs):
+        return rows.starts, rows.lengths
+    return vector(each.start for each in rows), vector(map(len, rows))
 
 
 def join(parts: Iterable[range]) -> Rows:

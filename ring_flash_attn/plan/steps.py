@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from .tiles import Tile
+from .tiles import Tiles
 
 Heads = tuple[int, int]  # first and one past the last KV head
 Users = int | tuple[int, ...]  # whose queries: those of a rank, or of several
@@ -103,7 +103,7 @@ class Work:
     queries: tuple[int, ...]  # owners
     keys: tuple[int, ...]
     heads: Heads
-    tiles: tuple[Tile, ...]
+    tiles: Tiles
     cut: bool = False
 
     def owners(self, side: Side) -> tuple[int, ...]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
+import torch
+from torch import Tensor
+
+from .columns import DOCUMENT, LENGTH, Columns, pairs, to_columns, vector
 from .layout import Span
 
 FAR = 1 << 62  # further than any position
@@ -82,82 +86,115 @@ def band(query: Span, key: Span, mask: Mask) -> tuple[int, int]:
     return low, high
 
 
-Reach = list[tuple[int, int]]  # positions from the first to one past the last, in order
+class Tiles(Sequence[Tile]):
+    """The tiles of a launch, in the order of the query rows, as columns: packs have very many.
 
-
-def reach(queries: Iterable[Span], mask: Mask) -> Reach:
-    """Positions of keys that some of a document's queries see, of stride 1."""
-    found: Reach = []
-    for query in queries:
-        assert query.stride == 1
-        low = -FAR if mask.left is None else query.position - mask.left
-        high = FAR if mask.right is None else query.position + query.length + mask.right
-        found.append((low, high))
-    return _union(found)
-
-
-def seen_rows(queries: Iterable[Span], reach: Reach | None, key: Span, mask: Mask) -> Reach:
-    """Rows of a key span that some query of its document sees, as ranges that do not touch.
-
-    `reach` is that of the queries; None where strides are above 1.
+    Attributes:
+        columns: (16, tiles) int64: the fields of the query's span, those of the key's, then low,
+            high, first and last.
     """
-    start, length, position = key.start, key.length, key.position
-    if reach is not None:
-        if len(reach) == 1:  # mostly
-            ((low, high),) = reach
-            low, high = low - position, high - position
-            low, high = low if low > 0 else 0, high if high < length else length
-            return [(start + low, start + high)] if low < high else []
-        cut = [(max(low - position, 0), min(high - position, length)) for low, high in reach]
-        return [(start + low, start + high) for low, high in cut if low < high]
-    found = []
-    for query in queries:
-        low, high = band(query, key, mask)
-        if low <= high:  # then every row from the first to the last is seen
-            high += query.length
-            found.append((start + low if low > 0 else start, start + min(high, length)))
-    return found if len(found) < 2 else _union(found)
+
+    __slots__ = ("_made", "columns")
+
+    def __init__(self, columns: Tensor) -> None:
+        self.columns = columns
+        self._made: tuple[Tile, ...] | None = None
+
+    @classmethod
+    def of(cls, tiles: Sequence[Tile]) -> Tiles:
+        """The same ones; what is made once is found by its identity."""
+        if isinstance(tiles, cls):
+            return tiles
+        fields = vector(x for query, key, *band in tiles for x in (*query, *key, *band))
+        return cls(fields.view(-1, 16).T)
+
+    @property
+    def query(self) -> Tensor:
+        """The fields of the queries' spans."""
+        return self.columns[:6]
+
+    @property
+    def key(self) -> Tensor:
+        return self.columns[6:12]
+
+    def marked(self, first: Tensor | bool, last: Tensor | bool) -> Tiles:
+        """The same tiles, which know whether they are the first and the last of their queries."""
+        columns = self.columns.clone()
+        columns[14], columns[15] = first, last
+        return Tiles(columns)
+
+    def _all(self) -> tuple[Tile, ...]:
+        if self._made is None:
+            query, key = (
+                map(Span._make, zip(*x.tolist(), strict=True)) for x in (self.query, self.key)
+            )
+            low, high, first, last = self.columns[12:].tolist()
+            marks = map(bool, first), map(bool, last)
+            self._made = tuple(map(Tile, query, key, low, high, *marks))
+        return self._made
+
+    def __len__(self) -> int:
+        return self.columns.shape[1]
+
+    def __iter__(self) -> Iterator[Tile]:
+        return iter(self._all())
+
+    @overload
+    def __getitem__(self, number: int) -> Tile: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> tuple[Tile, ...]: ...
+
+    def __getitem__(self, number: int | slice) -> Tile | tuple[Tile, ...]:
+        return self._all()[number]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tiles) and torch.equal(self.columns, other.columns)
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
 
 
-def _union(ranges: Reach) -> Reach:
-    """The same numbers, as ranges in order that do not touch."""
-    if len(ranges) < 2:
-        return ranges
-    ranges.sort()
-    found = ranges[:1]
-    for start, end in ranges[1:]:
-        if start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
+def seen_rows(queries: Columns, keys: Columns, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Of pairs of spans of a document, the rows of the keys that some query sees: from, to.
+
+    Nothing is seen where that is not above the first.
+    """
+    low, high = _bands(queries[1:], keys[1:], mask)
+    end = (high + queries[LENGTH]).minimum(keys[LENGTH])
+    return low.clamp(min=0), torch.where(low <= high, end, 0)
 
 
-def make_tiles(queries: Iterable[Span], keys: Sequence[Span], mask: Mask) -> tuple[Tile, ...]:
+def _bands(query: Tensor, key: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """As `band`, of many pairs of spans."""
+    _, rows, at, stride, _, _ = query
+    _, length, position, strides, _, _ = key
+    assert torch.equal(stride, strides), "queries and keys share one layout"
+    low, high, distance = 1 - rows, length - 1, position - at
+    if mask.left is not None:
+        low = low.maximum(-((distance + mask.left) // stride))
+    if mask.right is not None:
+        high = high.minimum((mask.right - distance) // stride)
+    return low, high
+
+
+def make_tiles(queries: Iterable[Span], keys: Iterable[Span], mask: Mask) -> Tiles:
     """All tiles between two shards, in the order of the query rows."""
-    by_document: dict[int, list[Span]] = {}
-    for key in keys:
-        by_document.setdefault(key.document, []).append(key)
-    left, right = mask.left, mask.right
-    found: list[Tile] = []
-    for query in queries:
-        held = by_document.get(query.document)
-        if held is None:
-            continue
-        lowest, stride, position = 1 - query.length, query.stride, query.position
-        for key in held:  # as `make_tile` does: plans have very many tiles
-            _, length, at, key_stride, _, _ = key
-            assert stride == key_stride, "queries and keys share one layout"
-            low, high, distance = lowest, length - 1, at - position
-            if left is not None:
-                edge = -((left + distance) // stride)
-                low = edge if edge > low else low
-            if right is not None:
-                edge = (right - distance) // stride
-                high = edge if edge < high else high
-            if low <= high:
-                found.append(tuple.__new__(Tile, (query, key, low, high, False, False)))
-    return tuple(found)
+    return tiles_between(to_columns([(0, tuple(queries))]), to_columns([(0, tuple(keys))]), mask)
+
+
+def tiles_between(queries: Columns, keys: Columns, mask: Mask) -> Tiles:
+    """The same, of columns."""
+    documents = queries[DOCUMENT], keys[DOCUMENT]
+    count = 1 + max((int(each.max()) for each in documents if len(each)), default=0)
+    query, key = pairs(*documents, count)
+    columns = torch.zeros(16, len(query), dtype=torch.int64, device=queries.device)
+    columns[:6], columns[6:12] = queries[1:, query], keys[1:, key]
+    columns[12], columns[13] = _bands(columns[:6], columns[6:12], mask)
+    return Tiles(columns[:, columns[12] <= columns[13]])
 
 
 def band_pairs(rows: int, columns: int, low: int, high: int) -> int:

@@ -17,7 +17,7 @@ from ring_flash_attn.plan.layout import get_layout, layout_names
 from ring_flash_attn.plan.problem import Problem
 from ring_flash_attn.plan.rows import Rows
 from ring_flash_attn.plan.steps import Payload, Side, Step, Transfer
-from ring_flash_attn.plan.tiles import Mask
+from ring_flash_attn.plan.tiles import Mask, Tiles
 
 POINTS = [(layout, route) for layout in layout_names() for route in route_names()]
 
@@ -173,7 +173,7 @@ def test_results_begin_where_launches_name_every_row_first() -> None:
         begins(problem, Step(work=low), Step(work=all_heads))
     assert begins(problem, Step(work=make_work(problem, 1, [0], (0, 4)))) == [True, False]
     window = causal("zigzag", 24, 2, window=0, nheads_k=4)
-    part = replace(all_heads[0], tiles=make_work(window, 1, [1], (0, 4))[0].tiles[:1])
+    part = replace(all_heads[0], tiles=Tiles.of(make_work(window, 1, [1], (0, 4))[0].tiles[:1]))
     assert begins(problem, Step(work=(part,)), Step(work=all_heads)) == [False, False]
     home = Transfer(Payload.RESULT, Side.KEY, 1, (0, 4), 0, 1)
     assert begins(problem, Step((home,)), Step(work=all_heads)) == [True, False]

@@ -9,22 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import document_lengths, order_of_buffers, world_sizes
 
-from ring_flash_attn.plan import rows as library
+from ring_flash_attn.plan.columns import to_columns, vector
 from ring_flash_attn.plan.layout import Span, get_layout, layout_names, spans
 from ring_flash_attn.plan.problem import Problem
-from ring_flash_attn.plan.rows import BLOCK, arrange
+from ring_flash_attn.plan.rows import BLOCK, Arrangement, arrange
 from ring_flash_attn.plan.steps import Side
 from ring_flash_attn.plan.tiles import Mask
 
 Shards = list[tuple[Span, ...]]
 
 
-def whole(shards: Shards, owners: list[int]) -> list[library.Shard]:
+def arranged(shards: Shards, owners: list[int], queries: dict[int, int]) -> Arrangement:
     """All rows of some shards."""
-    sizes = [sum(span.length for span in shards[owner]) for owner in owners]
-    return [
-        (owner, (range(size),) if size else (), shards[owner]) for owner, size in zip(owners, sizes)
-    ]
+    known = to_columns([(owner, shards[owner]) for owner in owners])
+    return arrange(owners, known, vector(queries[n] for n in range(len(queries))))
 
 
 def rows_of(shards: Shards, owner: int) -> list[int]:
@@ -44,7 +42,7 @@ def test_some_shards_in_one_buffer(
     owners = data.draw(st.lists(st.sampled_from(range(world_size)), min_size=1, unique=True))
     queries = dict.fromkeys(range(len(lengths)), 10)
     with order_of_buffers(by_document):
-        found = arrange(whole(shards, owners), queries)
+        found = arranged(shards, owners, queries)
     buffer: dict[int, int] = {}
     for owner in owners:
         places = [row for rows in found.places[owner] for row in rows]
@@ -66,7 +64,7 @@ def test_some_shards_in_one_buffer(
 def test_owners_lie_by_their_first_tokens() -> None:
     """Slices of a document on ranks that go down are one span, without a copy."""
     late, middle, early = ((Span(0, 8, position, 1, 0, position),) for position in (16, 8, 0))
-    found = arrange(whole([late, middle, early], [0, 1, 2]), {0: 1 << 20})
+    found = arranged([late, middle, early], [0, 1, 2], {0: 1 << 20})
     assert found.spans == (Span(0, 24, 0, 1, 0, 0),)
     assert found.places == {2: (range(8),), 1: (range(8, 16),), 0: (range(16, 24),)}
     assert not found.by_document
@@ -77,7 +75,7 @@ def test_crumbs_of_documents_are_sorted_where_that_pays(queries: int, by_documen
     """Zigzag: 16 parts of a document fill one block, or have one each."""
     lengths = (BLOCK,) * 4
     shards = [spans(get_layout("zigzag"), lengths, rank, 8) for rank in range(8)]
-    found = arrange(whole(shards, list(range(8))), dict.fromkeys(range(4), queries))
+    found = arranged(shards, list(range(8)), dict.fromkeys(range(4), queries))
     assert found.by_document is by_document
     assert len(found.spans) == (4 if by_document else 4 * 15)
 
@@ -86,7 +84,7 @@ def test_stripes_stay_as_they_are() -> None:
     """Nothing of them could be joined."""
     lengths = (4096,) * 4
     shards = [spans(get_layout("stripe"), lengths, rank, 8) for rank in range(8)]
-    assert not arrange(whole(shards, [0, 3, 5]), dict.fromkeys(range(4), 1 << 20)).by_document
+    assert not arranged(shards, [0, 3, 5], dict.fromkeys(range(4), 1 << 20)).by_document
 
 
 @pytest.mark.parametrize("documents", [1, 2, 3, 4, 10])

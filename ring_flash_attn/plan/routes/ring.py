@@ -13,6 +13,7 @@ from there.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from ..build import make_work, register_route
@@ -170,5 +171,5 @@ def _detours(problem: Problem, sources: list[list[int]]) -> bool:
     for user, owners in enumerate(sources):
         for owner in owners:
             farthest[owner] = max(farthest[owner], (user - owner) % size)
-    passed_on = sum(hops * problem.size(Side.KEY, owner) for owner, hops in enumerate(farthest))
+    passed_on = sum(map(operator.mul, farthest, problem.sizes(Side.KEY)))
     return passed_on > _DETOUR * sum(sum(rows.values()) for rows in problem.received())
