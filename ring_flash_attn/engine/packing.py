@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.device_cache import DeviceCache, to_device
+from ..plan.arrays import to_tensor
+from ..plan.columns import ranges
 from ..plan.rows import Packing, Runs
 
 _MOST = 1 << 25  # row numbers in all tables, of 8 bytes; a pack on 8 ranks has 18 for each token
@@ -24,10 +26,8 @@ def row_numbers(packing: Packing, device: torch.device) -> Tensor:
 def _copied(packing: Packing, device: torch.device) -> Tensor:
     rows = packing.rows
     if isinstance(rows, Runs):
-        counts = rows.lengths
-        firsts = rows.starts - (counts.cumsum(0) - counts)
-        numbers = firsts.repeat_interleave(counts, output_size=rows.total)
-        return to_device(numbers + torch.arange(rows.total, device="cpu"), device)
+        _, numbers = ranges(rows.starts, rows.lengths)
+        return to_device(to_tensor(numbers), device)
     return to_device(numbers_of(rows), device)
 
 

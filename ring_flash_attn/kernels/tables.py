@@ -14,8 +14,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan.layout import Span
-from ..plan.tiles import Tile, band_pairs
+from ..plan.arrays import (
+    Array,
+    argsort,
+    counted,
+    doubles,
+    filled,
+    least_of_each,
+    maximum,
+    minimum,
+    most_of_each,
+    stack,
+    sum_of_each,
+    to_tensor,
+    unique,
+    where,
+)
+from ..plan.columns import breaks, ends_of, ranges
+from ..plan.tiles import Tile, Tiles
 from .device_cache import DeviceCache, to_device
 
 FIRST, LAST = 1, 2  # flags of a block
@@ -118,22 +134,20 @@ class LaunchSize(NamedTuple):
 
 def launch_size(tiles: Sequence[Tile], block: int, loop: int) -> LaunchSize:
     """Of a launch for queries, without its table."""
-    items, total = 0, 0.0
-    longest: dict[int, float] = {}
-    for query, key, low, high, *_ in tiles:
-        count = -(-query.length // block)
-        most = min(key.length, query.length + high) - max(low, 0)
-        most = -(-min(most, high - low + block) // loop)
-        cut = (high < key.length - 1) + (low > 1 - query.length)
-        mean = float(most)
-        if cut:
-            seen = band_pairs(query.length, key.length, low, high) / query.length
-            mean = min(mean, (seen + cut * (block - 1) / 2) / loop + 0.5)
-        if query.start not in longest:
-            items += count
-        longest[query.start] = longest.get(query.start, 0.0) + most * loop * block
-        total += count * block * mean * loop
-    return LaunchSize(items, max(longest.values()), total)
+    known = Tiles.of(tiles)
+    start, rows, *_ = known.query
+    length, low, high = known.key[1], known.low, known.high
+    blocks = (rows + block - 1) // block
+    most = minimum(length, rows + high) - low.clip(min=0)
+    most = (minimum(most, high - low + block) + loop - 1) // loop
+    cut = (high < length - 1) * 1 + (low > 1 - rows)
+    seen = doubles(known.pairs) / rows
+    mean = where(cut > 0, minimum(doubles(most), (seen + cut * (block - 1) / 2) / loop + 0.5), most)
+    spans, which = unique(start)
+    items = most_of_each(which, blocks, len(spans), 0).sum()
+    longest = sum_of_each(which, most, len(spans)).max()
+    total = (blocks * mean).sum() * block * loop
+    return LaunchSize(int(items), float(longest) * loop * block, float(total))
 
 
 def table(
@@ -167,56 +181,56 @@ def _build(
     programs: float,
     device: torch.device,
 ) -> Table:
-    groups: dict[int, list[tuple[Span, Span, int, int, int]]] = {}
-    for tile in tiles:
-        flags = FIRST * tile.first + LAST * tile.last
-        if by_key:
-            item = tile.key, tile.query, -tile.high, -tile.low, flags
-        else:
-            item = tile.query, tile.key, tile.low, tile.high, flags
-        groups.setdefault(item[0].start, []).append(item)
-    blocks: list[BlockEntry] = []
-    documents: list[int] = []  # of the blocks
-    others: list[TileEntry] = []
-    work: list[int] = []
-    for items in groups.values():
-        own, flags = items[0][0], items[0][4]
-        begin = len(others)
-        for _, other, low, high, _ in items:
-            span = other.start, other.length
-            others.append(TileEntry(*span, low, high, other.position, other.index))
-        for i in range(0, own.length, block):
-            rows = min(block, own.length - i)
-            position, token = own.position + i * own.stride, own.index + i * own.stride
-            seen = [_columns(i, rows, item) for item in items]
-            some = [begin + n for n, columns in enumerate(seen) if columns] or [begin]
-            walk = some[0], some[-1] + 1
-            place = position, token, own.stride
-            blocks.append(BlockEntry(own.start + i, rows, i, *walk, flags, *place))
-            documents.append(own.document)
-            work.append(sum(seen))
-    order = _order(work, documents, programs)
-    in_halves = sum(n for entry, n in zip(blocks, work, strict=True) if 2 * entry.rows <= block)
-    windowed = any(tile.low > 1 - tile.query.length for tile in tiles)
+    known = Tiles.of(tiles)
+    own, other, low, high = known.query, known.key, known.low, known.high
+    windowed = bool((low > 1 - own[1]).any())
+    if by_key:
+        own, other, low, high = other, own, -high, -low
+    flags = FIRST * known.first + LAST * known.last
+    # Tiles of the same rows lie together, in the order in which these are named first.
+    spans, which = unique(own[0])
+    named = least_of_each(which, counted(len(which)), len(spans), len(which))[which]
+    together = argsort(named)
+    own, other, flags = own[:, together], other[:, together], flags[together]
+    low, high = low[together], high[together]
+    begins = breaks(own[0, 1:] != own[0, :-1])  # of the tiles of each span
+    counts = ends_of(begins, len(which)) - begins
+    entries = stack([other[0], other[1], low, high, other[2], other[5]])  # `TileEntry`
+    start, length, position, stride, document, token = own[:, begins]
+    span, number = ranges(filled(len(begins), 0), (length + block - 1) // block)
+    first = number * block
+    rows = minimum(length[span] - first, filled(1, block))
+    # Of all pairs of a block and a tile of its span, how much of the other side the rows see.
+    of, tile = ranges(begins[span], counts[span])
+    end = minimum(other[1, tile], (first + rows)[of] + high[tile])
+    columns = (end - (first[of] + low[tile]).clip(min=0)).clip(min=0)
+    work = sum_of_each(of, columns, len(span))
+    some = columns > 0
+    walk = least_of_each(of[some], tile[some], len(span), len(which))
+    walk = where(work > 0, walk, begins[span])
+    last = maximum(most_of_each(of[some], tile[some], len(span), -1), walk)
+    away = first * stride[span]
+    blocks = [start[span] + first, rows, first, walk, last + 1, flags[begins][span]]
+    blocks += [position[span] + away, token[span] + away, stride[span]]  # `BlockEntry`
+    blocks += [*entries[:, walk], document[span]]
+    order = _order(work, document[span], programs)
+    most_first = sorted(work.tolist(), reverse=True)
+    total = sum(most_first)
     return Table(
-        _on(
-            device,
-            [(*blocks[n], *others[blocks[n].tile], documents[n]) for n in order],
-            BLOCK_COLUMNS,
-        ),
-        _on(device, others, TILE_COLUMNS),
+        _on(device, stack(blocks)[:, order], BLOCK_COLUMNS),
+        _on(device, entries, TILE_COLUMNS),
         windowed,
-        any(other.length < loop for other in others),
-        tuple(sorted(work, reverse=True)),
-        max(work),
-        sum(work),
-        in_halves * _MUCH > sum(work),
-        sum(entry.rows for entry in blocks),
+        bool((other[1] < loop).any()),
+        tuple(most_first),
+        most_first[0],
+        total,
+        int(work[2 * rows <= block].sum()) * _MUCH > total,
+        int(rows.sum()),
         by_key,
     )
 
 
-def _order(work: Sequence[int], documents: Sequence[int], programs: float) -> list[int]:
+def _order(work: Array, documents: Array, programs: float) -> Array:
     """Of blocks: the longest first, so that all programs end together.
 
     That mixes documents. Programs that own keys read queries at the rate of the memory then, unless
@@ -224,28 +238,25 @@ def _order(work: Sequence[int], documents: Sequence[int], programs: float) -> li
     after another, the longest first; but for the short ones at the end, as many as it takes for
     all programs to end together.
     """
-    longest_first = sorted(range(len(work)), key=lambda n: -work[n])
+    longest_first = argsort(-work)
     if not programs:
         return longest_first
-    of_documents: dict[int, list[int]] = {}
-    for n in longest_first:
-        of_documents.setdefault(documents[n], []).append(n)
-    apart, left, total = list(of_documents.values()), 0, 0
+    work, documents = work[longest_first], documents[longest_first]
+    found, which = unique(documents)
+    named = least_of_each(which, counted(len(work)), len(found), len(work))
+    in_order = argsort(named)
+    sums = sum_of_each(which, work, len(found))[in_order]
+    apart = list(zip(work[named[in_order]].tolist(), sums.tolist(), strict=True))
+    left = total = 0
     while apart and total <= _LEVELLING * programs * left:
-        last = apart.pop()
-        left, total = work[last[0]], total + sum(work[n] for n in last)
-    first = [n for blocks in apart for n in blocks]
-    taken = set(first)
-    return first + [n for n in longest_first if n not in taken]
+        left, size = apart.pop()
+        total += size
+    turn = filled(len(found), 0)
+    turn[in_order] = counted(len(found))
+    return longest_first[argsort(turn[which].clip(max=len(apart)))]  # the rest by length
 
 
-def _columns(i: int, rows: int, item: tuple[Span, Span, int, int, int]) -> int:
-    """How much of the other side the rows i … i+rows of a tile see."""
-    _, other, low, high, _ = item
-    return max(0, min(other.length, i + rows + high) - max(0, i + low))
-
-
-def _on(device: torch.device, rows: Sequence[tuple[int, ...]], columns: int) -> Tensor:
-    """The rows, as many columns wide."""
-    filled = torch.tensor(rows, dtype=torch.int32, device="cpu")
-    return to_device(torch.nn.functional.pad(filled, (0, columns - filled.shape[1])), device)
+def _on(device: torch.device, entries: Array, columns: int) -> Tensor:
+    """Entries, by columns, as rows that are so many columns wide."""
+    numbers = to_tensor(entries).T.to(torch.int32)
+    return to_device(torch.nn.functional.pad(numbers, (0, columns - len(entries))), device)

@@ -9,8 +9,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import torch
-
+from .arrays import most_of_each, unique
 from .problem import Problem
 from .rows import Arrangement, Packing, Rows, chain_rows, count_rows, rows_within
 from .steps import Heads, Payload, Plan, Side, Transfer, Work, users_of
@@ -206,8 +205,8 @@ class BufferPlan:
         key = id(work), side
         if key not in self._covers:
             start, length, *_ = work.tiles.query if side is Side.QUERY else work.tiles.key
-            starts, which = start.unique(return_inverse=True)
-            rows = torch.zeros_like(starts).scatter(0, which, length).sum()
+            starts, which = unique(start)
+            rows = most_of_each(which, length, len(starts), 0).sum()
             slot = Slot(Payload.RESULT, side, work.owners(side), work.heads)
             self._covers[key] = int(rows) == self.rows(slot)
         return self._covers[key]

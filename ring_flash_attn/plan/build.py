@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-import torch
-
-from .columns import filled, vector
+from .arrays import cat, counted, least_of_each, most_of_each, repeat, unique, vector
 from .problem import Problem
 from .steps import Heads, Payload, Plan, Side, Step, Work, users_of
 from .tiles import tiles_between
@@ -134,16 +132,16 @@ def _marked(launches: Sequence[Work], merged: bool, rank: int) -> tuple[list[Wor
     found, covered = list(launches), 0
     for (queries, (start, end)), numbers in together.items():
         tiles = [launches[number].tiles for number in numbers]
-        starts = torch.cat([each.query[0] for each in tiles])
-        rows = torch.cat([each.query[1] for each in tiles])
-        turns = vector(range(len(tiles))).repeat_interleave(vector(map(len, tiles)))
-        spans, which = starts.unique(return_inverse=True)
+        starts = cat([each.query[0] for each in tiles])
+        rows = cat([each.query[1] for each in tiles])
+        spans, which = unique(starts)
         if queries == (rank,):
-            covered += int(filled(len(spans), 0).scatter(0, which, rows).sum()) * (end - start)
-        first = filled(len(spans), len(tiles)).scatter_reduce(0, which, turns, "amin")[which]
-        last = filled(len(spans), -1).scatter_reduce(0, which, turns, "amax")[which]
-        sizes = list(map(len, tiles))
-        marks = (turns == first).split(sizes), ((turns == last) & (not merged)).split(sizes)
+            covered += int(most_of_each(which, rows, len(spans), 0).sum()) * (end - start)
+        turns = repeat(counted(len(tiles)), vector(map(len, tiles)))
+        first = least_of_each(which, turns, len(spans), len(tiles))[which] == turns
+        last = (most_of_each(which, turns, len(spans), -1)[which] == turns) & (not merged)
+        cuts = list(pairwise(accumulate(map(len, tiles), initial=0)))
+        marks = [first[a:b] for a, b in cuts], [last[a:b] for a, b in cuts]
         for number, each, *flags in zip(numbers, tiles, *marks, strict=True):
             work = launches[number]
             found[number] = Work(queries, work.keys, work.heads, each.marked(*flags), work.cut)

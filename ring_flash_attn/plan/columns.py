@@ -1,37 +1,34 @@
-"""Columns: the spans of many ranks as vectors, for what depends on all of them.
+"""Columns: the spans of many ranks as arrays, for what depends on all of them.
 
 A pack of 1000 documents on 64 ranks has 128,000 spans, one at a time more than a step takes. So who
-needs what, and where it lies, is computed on columns; a launch's own spans are tuples again. All
-tensors are on the CPU, whatever torch's default device is.
+needs what, and where it lies, is computed on columns; what others ask for is tuples again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
-import torch
-from torch import Tensor
-
+from .arrays import (
+    Array,
+    argsort,
+    before,
+    cat,
+    count,
+    counted,
+    filled,
+    minimum,
+    nonzero,
+    repeat,
+    running_max,
+    stack,
+    sums_before,
+    vector,
+)
 from .layout import Layout, Span, SplitLayout
 
-Columns = Tensor  # (7, spans) int64: of each span its owner, and the fields of `Span`
+Columns = Array  # (7, spans): of each span its owner, and the fields of `Span`
 OWNER, START, LENGTH, POSITION, STRIDE, DOCUMENT, INDEX = range(7)
-
-_CPU = torch.device("cpu")
-
-
-def vector(values: Iterable[int]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int64, device=_CPU)
-
-
-def counted(size: int) -> Tensor:
-    """0 … size − 1."""
-    return torch.arange(size, device=_CPU)
-
-
-def filled(size: int, value: int) -> Tensor:
-    return torch.full((size,), value, dtype=torch.int64, device=_CPU)
 
 
 def to_columns(shards: Sequence[tuple[int, Sequence[Span]]]) -> Columns:
@@ -39,7 +36,7 @@ def to_columns(shards: Sequence[tuple[int, Sequence[Span]]]) -> Columns:
     owners = vector(owner for owner, _ in shards)
     counts = vector(len(spans) for _, spans in shards)
     fields = vector(chain.from_iterable(chain.from_iterable(spans for _, spans in shards)))
-    return torch.cat([owners.repeat_interleave(counts)[None], fields.view(-1, 6).T])
+    return cat([repeat(owners, counts)[None], fields.reshape(-1, 6).T])
 
 
 def to_spans(columns: Columns) -> tuple[Span, ...]:
@@ -54,83 +51,94 @@ def split_columns(
         return None
     length, rank = vector(lengths), counted(world_size)[:, None]
     parts = layout.bounds(length, rank, world_size)
-    columns = torch.zeros(7, world_size, len(lengths), len(parts), dtype=torch.int64, device=_CPU)
+    columns = filled((7, world_size, len(lengths), len(parts)), 0)
     columns[OWNER] = rank[:, :, None]
     columns[DOCUMENT] = counted(len(lengths))[:, None]
     for number, (start, stop, step) in enumerate(parts):
         columns[LENGTH, ..., number] = -((start - stop) // step)
         columns[POSITION, ..., number] = start
         columns[STRIDE, ..., number] = step
-    columns[LENGTH].clamp_(min=0)
-    begins = length.cumsum(0) - length
-    columns[INDEX] = columns[POSITION] + begins[:, None]
+    columns[LENGTH] = columns[LENGTH].clip(min=0)
+    columns[INDEX] = columns[POSITION] + before(length)[:, None]
     if shifts is not None:
         columns[POSITION] += vector(shifts)[:, None]
-    rows = columns[LENGTH].view(world_size, -1)
-    columns[START] = (rows.cumsum(1) - rows).view_as(columns[START])
-    columns = columns.view(7, -1)
+    rows = columns[LENGTH].reshape(world_size, -1)
+    columns[START] = (rows.cumsum(1) - rows).reshape(columns[START].shape)
+    columns = columns.reshape(7, -1)
     return columns[:, columns[LENGTH] > 0]
 
 
-def part_of(columns: Columns, skipped: Tensor, lengths: Tensor) -> Columns:
+def part_of(columns: Columns, skipped: Array, lengths: Array) -> Columns:
     """Of each span so many rows, but for the first `skipped`; only those that are not empty."""
     owner, start, _, position, stride, document, index = columns
     ahead = stride * skipped
     parts = (owner, start + skipped, lengths, position + ahead, stride, document, index + ahead)
-    return torch.stack(parts)[:, lengths > 0]
+    return stack(parts)[:, lengths > 0]
 
 
-def last_positions(columns: Columns) -> Tensor:
-    _, _, length, position, stride, _, _ = columns
-    return position + stride * (length - 1)
+def last_positions(columns: Columns) -> Array:
+    return columns[POSITION] + columns[STRIDE] * (columns[LENGTH] - 1)
 
 
-def prefixes(columns: Columns, limits: Tensor, which: Tensor | None = None) -> Tensor:
+def prefixes(columns: Columns, limits: Array, which: Array | None = None) -> Array:
     """How many rows of spans have positions below a limit; of all of them, or as numbered."""
-    _, _, length, position, stride, _, _ = columns
+    length, position, stride = columns[LENGTH : STRIDE + 1]
     if which is not None:
         length, position, stride = length[which], position[which], stride[which]
-    return ((limits - position + stride - 1) // stride).clamp(min=0).minimum(length)
+    return minimum(((limits - position + stride - 1) // stride).clip(min=0), length)
 
 
-def pairs(groups: Tensor, others: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def pairs(groups: Array, others: Array, size: int) -> tuple[Array, Array]:
     """All pairs of the same group, as numbers of both: first by first, in order of the others.
 
     Args:
         groups: the group of each first.
         others: the group of each other.
-        count: of groups.
+        size: number of groups.
     """
-    order = others.argsort(stable=True)
-    sizes = others.bincount(minlength=count)
-    begins = sizes.cumsum(0) - sizes
-    each = sizes[groups]
-    firsts = counted(len(groups)).repeat_interleave(each)
-    within = counted(len(firsts)) - (each.cumsum(0) - each)[firsts]
-    return firsts, order[begins[groups][firsts] + within]
+    sizes = count(others, size)
+    firsts, within = ranges(before(sizes)[groups], sizes[groups])
+    return firsts, argsort(others)[within]
 
 
-def union(groups: Tensor, starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def ranges(begins: Array, lengths: Array) -> tuple[Array, Array]:
+    """All numbers of ranges, after the number of the range that each is of."""
+    which = repeat(counted(len(begins)), lengths)
+    return which, (begins - before(lengths))[which] + counted(len(which))
+
+
+def union(groups: Array, starts: Array, ends: Array) -> tuple[Array, Array, Array]:
     """The same numbers of each group, as ranges in order that do not touch."""
     some = starts < ends
     groups, starts, ends = groups[some], starts[some], ends[some]
     if not len(groups):
         return groups, starts, ends
     apart = int(ends.max()) + 1
-    low, order = (groups * apart + starts).sort()
-    high = (groups * apart + ends)[order].cummax(0).values
+    low = groups * apart + starts
+    order = argsort(low)
+    low, high = low[order], running_max((groups * apart + ends)[order])
     first = breaks(low[1:] > high[:-1])
-    last = torch.cat([first[1:] - 1, filled(1, len(low) - 1)])
     found = groups[order][first]
-    return found, low[first] - found * apart, high[last] - found * apart
+    return found, low[first] - found * apart, high[ends_of(first, len(low)) - 1] - found * apart
 
 
-def breaks(between: Tensor) -> Tensor:
+def breaks(between: Array) -> Array:
     """Where runs begin, if `between` says where one ends: of all but the last."""
-    return torch.cat([filled(1, 1).bool(), between]).nonzero().view(-1)
+    return cat([filled(1, 0), nonzero(between) + 1])
 
 
-def joined(columns: Columns, begins: Tensor) -> Columns:
+def ends_of(first: Array, size: int) -> Array:
+    """Where runs end that begin there, of so many in all."""
+    return cat([first[1:], filled(1, size)])
+
+
+def sums(values: Array, first: Array) -> Array:
+    """Of runs that begin there."""
+    total = sums_before(values)
+    return total[ends_of(first, len(values))] - total[first]
+
+
+def joined(columns: Columns, begins: Array) -> Columns:
     """The same tokens, from these rows on, as fewer spans where one goes on with another."""
     if not columns.shape[1]:
         return columns
@@ -142,9 +150,3 @@ def joined(columns: Columns, begins: Tensor) -> Columns:
     found = columns[:, first]
     found[START], found[LENGTH] = begins[first], sums(length, first)
     return found
-
-
-def sums(values: Tensor, first: Tensor) -> Tensor:
-    """Of runs that begin there."""
-    before = torch.cat([filled(1, 0), values.cumsum(0)])
-    return before[torch.cat([first[1:], filled(1, len(values))])] - before[first]

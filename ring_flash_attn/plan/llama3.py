@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from .columns import Columns, to_columns, vector
+from .arrays import vector
+from .columns import Columns, to_columns
 from .layout import Span
 from .problem import Problem
 from .rows import Arrangement, Rows, arrange

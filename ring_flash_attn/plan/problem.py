@@ -9,16 +9,26 @@ from itertools import pairwise
 from operator import or_
 from typing import Any, TypeVar, cast
 
-import torch
-from torch import Tensor
-
+from .arrays import (
+    Array,
+    argsort,
+    cat,
+    count,
+    filled,
+    maximum,
+    minimum,
+    most_of_each,
+    nonzero,
+    sum_of_each,
+    vector,
+    where,
+)
 from .columns import (
     DOCUMENT,
     LENGTH,
     OWNER,
     START,
     Columns,
-    filled,
     last_positions,
     pairs,
     part_of,
@@ -27,7 +37,6 @@ from .columns import (
     to_columns,
     to_spans,
     union,
-    vector,
 )
 from .layout import Layout, Span, spans
 from .needs import Needs, windowed
@@ -108,7 +117,7 @@ class Problem:
     def sizes(self, side: Side) -> list[int]:
         """Those of all ranks."""
         owner, _, length, *_ = self._all_columns(side)
-        return filled(self.world_size, 0).index_add(0, owner, length).tolist()
+        return sum_of_each(owner, length, self.world_size).tolist()
 
     def seen(self, owner: int, user: Users) -> tuple[Span, ...]:
         """What the queries of `user` see of a rank's keys, by rows: parts of its spans."""
@@ -131,14 +140,15 @@ class Problem:
     def _send(self, owner: int) -> None:
         """Find what of a rank's keys goes to every other, all at once."""
         keys, users = self.columns(Side.KEY, owner), sorted(self.wanted_by(owner))
-        limits = torch.cat([filled(0, 0), *map(self._limits, users)]).view(
+        limits = cat([filled(0, 0), *map(self._limits, users)]).reshape(
             len(users), len(self.lengths_q)
         )
         limits = limits[:, keys[DOCUMENT]]
         rows = prefixes(keys, limits)
         some = rows > 0
         ends = [0, *some.sum(1).cumsum(0).tolist()]
-        parts = ranges_apart(keys[START].expand_as(rows)[some], rows[some], list(pairwise(ends)))
+        starts = (keys[START] + filled((len(users), 1), 0))[some]
+        parts = ranges_apart(starts, rows[some], list(pairwise(ends)))
         found = dict(zip(users, parts, strict=True))
         self._memo.update(
             (("sent", owner, user), found.get(user, ())) for user in range(self.world_size)
@@ -155,19 +165,19 @@ class Problem:
         return arrange(owners, known, self._counts(user))
 
     @_once
-    def _counts(self, user: Users) -> Tensor:
+    def _counts(self, user: Users) -> Array:
         """How many queries of each document a rank has."""
         _, _, length, _, _, document, _ = self.columns(Side.QUERY, user)
-        return filled(len(self.lengths_q), 0).index_add(0, document, length)
+        return sum_of_each(document, length, len(self.lengths_q))
 
     @_once
     def _sighted(self, owner: int) -> Columns:
         """Of a rank's queries, those that see a key, by rows: parts of its spans."""
         queries, right = self.columns(Side.QUERY, owner), self.mask.right
         _, _, length, position, stride, document, _ = queries
-        blind = torch.where(vector(self.lengths_k)[document] > 0, 0, length)
+        blind = where(vector(self.lengths_k)[document] > 0, 0, length)
         if right is not None:  # too early to see the first key
-            blind = blind.maximum((-((position + right) // stride)).minimum(length))
+            blind = maximum(blind, minimum(-((position + right) // stride), length))
         return part_of(queries, blind, length - blind)
 
     @_once
@@ -178,7 +188,7 @@ class Problem:
     @_once
     def query_arrangement(self, owners: tuple[int, ...]) -> Arrangement:
         """Where the queries of some ranks that see a key lie in one buffer."""
-        known = torch.cat([self._sighted(owner) for owner in owners], 1)
+        known = cat([self._sighted(owner) for owner in owners], 1)
         return arrange(owners, known, vector(self.lengths_k))
 
     def needed(self, query_rank: int, key_rank: int) -> bool:
@@ -232,7 +242,7 @@ class Problem:
     @_once
     def _ends(self, side: Side) -> list[int]:
         """Where the columns of each rank's spans end."""
-        counts = self._all_columns(side)[OWNER].bincount(minlength=self.world_size)
+        counts = count(self._all_columns(side)[OWNER], self.world_size)
         return counts.cumsum(0).tolist()
 
     def columns(self, side: Side, ranks: Users) -> Columns:
@@ -240,34 +250,34 @@ class Problem:
         columns, ends = self._all_columns(side), self._ends(side)
         if isinstance(ranks, int):
             return columns[:, ends[ranks - 1] if ranks else 0 : ends[ranks]]
-        return torch.cat([columns[:, :0], *(self.columns(side, rank) for rank in ranks)], 1)
+        return cat([columns[:, :0], *(self.columns(side, rank) for rank in ranks)], 1)
 
     @_once
-    def _limits(self, user: Users) -> Tensor:
+    def _limits(self, user: Users) -> Array:
         """Of each document, a rank's queries see the keys before this position.
 
         But for those that the left side of a window hides.
         """
         queries = self.columns(Side.QUERY, user)
         right = FAR if self.mask.right is None else self.mask.right + 1
-        found = filled(len(self.lengths_k), -FAR)
-        return found.scatter_reduce(0, queries[DOCUMENT], last_positions(queries) + right, "amax")
+        limits = last_positions(queries) + right
+        return most_of_each(queries[DOCUMENT], limits, len(self.lengths_k), -FAR)
 
     def _visible(self, keys: Columns, user: Users) -> Columns:
         """What the queries of `user` see of some keys, in their order: parts of the spans."""
         limits = self._limits(user)[keys[DOCUMENT]]
         rows = prefixes(keys, limits)
         if self.mask.left is None:
-            return part_of(keys, torch.zeros_like(rows), rows)
+            return part_of(keys, filled(len(rows), 0), rows)
         cut = windowed(vector(self.lengths_k), self.mask)[keys[DOCUMENT]]
-        apart, whole = cut.nonzero().view(-1), (~cut).nonzero().view(-1)
+        apart, whole = nonzero(cut), nonzero(~cut)
         queries = self.columns(Side.QUERY, user)
         key, query = pairs(keys[DOCUMENT][apart], queries[DOCUMENT], len(self.lengths_k))
         part, first, end = union(key, *seen_rows(queries[:, query], keys[:, apart[key]], self.mask))
-        number = torch.cat([whole, apart[part]])
-        first = torch.cat([torch.zeros_like(whole), first])
-        end = torch.cat([rows[whole], end])
-        order = number.argsort(stable=True)
+        number = cat([whole, apart[part]])
+        first = cat([filled(len(whole), 0), first])
+        end = cat([rows[whole], end])
+        order = argsort(number)
         first, end = first[order], end[order]
         return part_of(keys[:, number[order]], first, end - first)
 

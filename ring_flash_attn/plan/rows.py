@@ -7,9 +7,19 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import cast, overload
 
-import torch
-from torch import Tensor
-
+from .arrays import (
+    Array,
+    argsort,
+    before,
+    cat,
+    count,
+    filled,
+    insertion_points,
+    repeat,
+    sum_of_each,
+    sums_before,
+    vector,
+)
 from .columns import (
     DOCUMENT,
     INDEX,
@@ -19,10 +29,9 @@ from .columns import (
     START,
     Columns,
     breaks,
-    filled,
+    ends_of,
     joined,
     to_spans,
-    vector,
 )
 from .layout import Span
 
@@ -44,7 +53,7 @@ class Runs(Sequence[range]):
 
     __slots__ = ("_made", "lengths", "starts", "total")
 
-    def __init__(self, starts: Tensor, lengths: Tensor, total: int) -> None:
+    def __init__(self, starts: Array, lengths: Array, total: int) -> None:
         self.starts, self.lengths, self.total = starts, lengths, total
         self._made: tuple[range, ...] | None = None
 
@@ -88,9 +97,7 @@ def chain_rows(parts: Sequence[Rows]) -> Rows:
     if not all(isinstance(part, Runs) for part in parts):
         return tuple(chain.from_iterable(parts))
     runs = cast("Sequence[Runs]", parts)
-    starts, lengths = (
-        torch.cat(x) for x in zip(*((r.starts, r.lengths) for r in runs), strict=True)
-    )
+    starts, lengths = cat([each.starts for each in runs]), cat([each.lengths for each in runs])
     return Runs(starts, lengths, sum(each.total for each in runs))
 
 
@@ -140,7 +147,7 @@ class Arrangement:
 
 
 def arrange(
-    owners: Sequence[int], known: Columns, queries: Tensor, sizes: Sequence[int] | None = None
+    owners: Sequence[int], known: Columns, queries: Array, sizes: Sequence[int] | None = None
 ) -> Arrangement:
     """Some rows of several shards in one buffer.
 
@@ -156,9 +163,9 @@ def arrange(
     """
     cuts, offsets = cuts_between(owners, known), known[START]
     if sizes is None:
-        rows = torch.cat([filled(1, 0), known[LENGTH].cumsum(0)])
+        rows = sums_before(known[LENGTH])
         firsts, lasts = rows[vector(a for a, _ in cuts)], rows[vector(b for _, b in cuts)]
-        offsets = rows[:-1] - firsts.repeat_interleave(vector(b - a for a, b in cuts))
+        offsets = rows[:-1] - repeat(firsts, vector(b - a for a, b in cuts))
         sizes = (lasts - firsts).tolist()
     cost = COPY * sum(sizes) + LAUNCH
     if len(owners) < 2 or not _saves_more(known, queries, cost):
@@ -174,7 +181,7 @@ def _by_owner(
     owners: Sequence[int],
     known: Columns,
     cuts: Sequence[tuple[int, int]],
-    offsets: Tensor,
+    offsets: Array,
     sizes: Sequence[int],
 ) -> Arrangement:
     firsts = [known[[DOCUMENT, POSITION], a : min(a + 1, b)].flatten().tolist() for a, b in cuts]
@@ -188,62 +195,55 @@ def _by_owner(
         rows = range(size, size + sizes[number])
         places[owners[number]] = (rows,) if rows else ()
         size = rows.stop
-    found = joined(torch.cat(shards, 1), torch.cat(begins))
+    found = joined(cat(shards, 1), cat(begins))
     return Arrangement(found, places, size, by_document=False)
 
 
 def _by_document(
     owners: Sequence[int], known: Columns, cuts: Sequence[tuple[int, int]]
 ) -> Arrangement:
-    order = known[INDEX].argsort()
+    order = argsort(known[INDEX])
     ordered = known[:, order]
-    ends = ordered[LENGTH].cumsum(0)
-    rows = ends - ordered[LENGTH]
-    begins = rows.new_empty(len(rows))
+    rows = before(ordered[LENGTH])
+    begins = filled(len(rows), 0)
     begins[order] = rows
     places = dict(zip(owners, ranges_apart(begins, known[LENGTH], cuts), strict=True))
-    return Arrangement(joined(ordered, rows), places, int(ends[-1]), by_document=True)
+    return Arrangement(joined(ordered, rows), places, int(known[LENGTH].sum()), by_document=True)
 
 
-def _saves_more(known: Columns, queries: Tensor, cost: int) -> bool:
+def _saves_more(known: Columns, queries: Array, cost: int) -> bool:
     """Whether more pairs need not be computed if all spans of a document follow each other."""
     _, _, length, _, stride, document, _ = known
     length = length * (stride == 1)
-    blocks, rows = (
-        queries.new_zeros(len(queries)).index_add(0, document, each)
-        for each in (_blocks(length), length)
-    )
+    blocks, rows = (sum_of_each(document, each, len(queries)) for each in (_blocks(length), length))
     return int(((blocks - _blocks(rows)) * queries).sum()) * BLOCK > cost
 
 
-def _blocks(rows: Tensor) -> Tensor:
+def _blocks(rows: Array) -> Array:
     return (rows + (BLOCK - 1)) // BLOCK
 
 
-def ranges_apart(starts: Tensor, lengths: Tensor, cuts: Sequence[tuple[int, int]]) -> list[Rows]:
+def ranges_apart(starts: Array, lengths: Array, cuts: Sequence[tuple[int, int]]) -> list[Rows]:
     """Runs of rows, in their order, as ranges; of each part between two cuts by itself."""
     if not len(starts):
         return [()] * len(cuts)
     between = starts[1:] != (starts + lengths)[:-1]
     between[vector(first - 1 for first, last in cuts if 0 < first < last)] = True
     first = breaks(between)
-    at = torch.searchsorted(first, vector(last for _, last in cuts)).tolist()
-    sizes = [end - begin for begin, end in pairwise([0, *at])]
-    before = torch.cat([filled(1, 0), lengths.cumsum(0)])
-    ends = before[torch.cat([first[1:], filled(1, len(starts))])]
-    totals = before[vector([0, *(last for _, last in cuts)])]
-    parts = zip(
-        starts[first].split(sizes),
-        (ends - before[first]).split(sizes),
-        (totals[1:] - totals[:-1]).tolist(),
-        strict=True,
-    )
-    return [Runs(*part) for part in parts]
+    at = vector([0, *(last for _, last in cuts)])
+    total = sums_before(lengths)
+    totals = total[at].tolist()
+    runs = insertion_points(first, at).tolist()
+    starts, lengths = starts[first], total[ends_of(first, len(starts))] - total[first]
+    return [
+        Runs(starts[a:b], lengths[a:b], end - begin)
+        for (a, b), (begin, end) in zip(pairwise(runs), pairwise(totals), strict=True)
+    ]
 
 
 def cuts_between(owners: Sequence[int], known: Columns) -> list[tuple[int, int]]:
     """From where to where the spans of each owner are."""
-    counts = known[OWNER].bincount(minlength=1 + max(owners, default=0)).tolist()
+    counts = count(known[OWNER], 1 + max(owners, default=0)).tolist()
     return list(pairwise(accumulate((counts[owner] for owner in owners), initial=0)))
 
 
@@ -258,14 +258,13 @@ def rows_within(rows: Rows, held: Rows) -> Rows:
     if not rows:
         return ()
     (starts, lengths), (begins, sizes) = map(_as_columns, (rows, held))
-    number = torch.searchsorted(begins, starts, right=True) - 1
+    number = insertion_points(begins, starts, right=True) - 1
     assert (starts + lengths <= (begins + sizes)[number]).all(), f"{rows} are not in {held}"
-    firsts = sizes.cumsum(0) - sizes
-    found = firsts[number] + starts - begins[number]
+    found = before(sizes)[number] + starts - begins[number]
     return ranges_apart(found, lengths, [(0, len(found))])[0]
 
 
-def _as_columns(rows: Rows) -> tuple[Tensor, Tensor]:
+def _as_columns(rows: Rows) -> tuple[Array, Array]:
     """Starts and lengths."""
     if isinstance(rows, Runs):
         return rows.starts, rows.lengths

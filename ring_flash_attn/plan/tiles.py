@@ -6,10 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
-import torch
-from torch import Tensor
-
-from .columns import DOCUMENT, LENGTH, Columns, pairs, to_columns, vector
+from .arrays import Array, filled, maximum, minimum, vector, where
+from .columns import DOCUMENT, LENGTH, Columns, pairs, to_columns
 from .layout import Span
 
 FAR = 1 << 62  # further than any position
@@ -96,7 +94,7 @@ class Tiles(Sequence[Tile]):
 
     __slots__ = ("_made", "columns")
 
-    def __init__(self, columns: Tensor) -> None:
+    def __init__(self, columns: Array) -> None:
         self.columns = columns
         self._made: tuple[Tile, ...] | None = None
 
@@ -106,20 +104,43 @@ class Tiles(Sequence[Tile]):
         if isinstance(tiles, cls):
             return tiles
         fields = vector(x for query, key, *band in tiles for x in (*query, *key, *band))
-        return cls(fields.view(-1, 16).T)
+        return cls(fields.reshape(-1, 16).T)
 
     @property
-    def query(self) -> Tensor:
+    def query(self) -> Array:
         """The fields of the queries' spans."""
         return self.columns[:6]
 
     @property
-    def key(self) -> Tensor:
+    def key(self) -> Array:
         return self.columns[6:12]
 
-    def marked(self, first: Tensor | bool, last: Tensor | bool) -> Tiles:
+    @property
+    def low(self) -> Array:
+        return self.columns[12]
+
+    @property
+    def high(self) -> Array:
+        return self.columns[13]
+
+    @property
+    def first(self) -> Array:
+        return self.columns[14]
+
+    @property
+    def last(self) -> Array:
+        return self.columns[15]
+
+    @property
+    def pairs(self) -> Array:
+        """Of each tile, the number of (query, key) pairs that the mask allows."""
+        rows, columns = self.query[1], self.key[1]
+        before = _all_pairs_up_to(rows, columns, self.low - 1)
+        return _all_pairs_up_to(rows, columns, self.high) - before
+
+    def marked(self, first: Array | bool, last: Array | bool) -> Tiles:
         """The same tiles, which know whether they are the first and the last of their queries."""
-        columns = self.columns.clone()
+        columns = self.columns + 0
         columns[14], columns[15] = first, last
         return Tiles(columns)
 
@@ -149,7 +170,7 @@ class Tiles(Sequence[Tile]):
         return self._all()[number]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tiles) and torch.equal(self.columns, other.columns)
+        return isinstance(other, Tiles) and self.columns.tolist() == other.columns.tolist()
 
     def __hash__(self) -> int:
         return hash(self._all())
@@ -158,26 +179,26 @@ class Tiles(Sequence[Tile]):
         return repr(self._all())
 
 
-def seen_rows(queries: Columns, keys: Columns, mask: Mask) -> tuple[Tensor, Tensor]:
+def seen_rows(queries: Columns, keys: Columns, mask: Mask) -> tuple[Array, Array]:
     """Of pairs of spans of a document, the rows of the keys that some query sees: from, to.
 
     Nothing is seen where that is not above the first.
     """
     low, high = _bands(queries[1:], keys[1:], mask)
-    end = (high + queries[LENGTH]).minimum(keys[LENGTH])
-    return low.clamp(min=0), torch.where(low <= high, end, 0)
+    end = minimum(high + queries[LENGTH], keys[LENGTH])
+    return low.clip(min=0), where(low <= high, end, 0)
 
 
-def _bands(query: Tensor, key: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+def _bands(query: Array, key: Array, mask: Mask) -> tuple[Array, Array]:
     """As `band`, of many pairs of spans."""
     _, rows, at, stride, _, _ = query
     _, length, position, strides, _, _ = key
-    assert torch.equal(stride, strides), "queries and keys share one layout"
+    assert (stride == strides).all(), "queries and keys share one layout"
     low, high, distance = 1 - rows, length - 1, position - at
     if mask.left is not None:
-        low = low.maximum(-((distance + mask.left) // stride))
+        low = maximum(low, -((distance + mask.left) // stride))
     if mask.right is not None:
-        high = high.minimum((mask.right - distance) // stride)
+        high = minimum(high, (mask.right - distance) // stride)
     return low, high
 
 
@@ -191,7 +212,7 @@ def tiles_between(queries: Columns, keys: Columns, mask: Mask) -> Tiles:
     documents = queries[DOCUMENT], keys[DOCUMENT]
     count = 1 + max((int(each.max()) for each in documents if len(each)), default=0)
     query, key = pairs(*documents, count)
-    columns = torch.zeros(16, len(query), dtype=torch.int64, device=queries.device)
+    columns = filled((16, len(query)), 0)
     columns[:6], columns[6:12] = queries[1:, query], keys[1:, key]
     columns[12], columns[13] = _bands(columns[:6], columns[6:12], mask)
     return Tiles(columns[:, columns[12] <= columns[13]])
@@ -210,3 +231,12 @@ def _pairs_up_to(rows: int, columns: int, high: int) -> int:
         return 0
     ramp = full - first  # rows that see first + high + 1, first + high + 2, … keys
     return ramp * (first + high + 1) + ramp * (ramp - 1) // 2 + (rows - full) * columns
+
+
+def _all_pairs_up_to(rows: Array, columns: Array, high: Array) -> Array:
+    """As `_pairs_up_to`, of many."""
+    first = (-high).clip(min=0)
+    full = maximum(first, minimum(rows, columns - high - 1))
+    ramp = full - first
+    found = ramp * (first + high + 1) + ramp * (ramp - 1) // 2 + (rows - full) * columns
+    return where(first < rows, found, 0)
