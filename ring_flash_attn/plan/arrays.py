@@ -7,11 +7,13 @@ are the same for both; the rest is here.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 try:
     import numpy as np
@@ -19,25 +21,30 @@ except ImportError:
     np = None  # type: ignore[assignment]
 
 Array = Any  # of numpy or of torch
-_CPU = torch.device("cpu")  # whatever torch's default device is
+_CPU = "cpu"  # whatever torch's default device is
+
+
+@functools.cache
+def _torch() -> Any:
+    return importlib.import_module("torch")  # plans of numpy's arrays come without it
 
 
 def vector(values: Iterable[int]) -> Array:
     if np is not None:
         return np.array(list(values), dtype=np.int64)
-    return torch.tensor(list(values), dtype=torch.int64, device=_CPU)
+    return _torch().tensor(list(values), dtype=_torch().int64, device=_CPU)
 
 
 def counted(size: int) -> Array:
     """0 … size − 1."""
-    return torch.arange(size, device=_CPU) if np is None else np.arange(size, dtype=np.int64)
+    return _torch().arange(size, device=_CPU) if np is None else np.arange(size, dtype=np.int64)
 
 
 def filled(shape: int | tuple[int, ...], value: int | bool) -> Array:
     """The same value everywhere."""
     if np is not None:
         return np.full(shape, value, bool if isinstance(value, bool) else np.int64)
-    return torch.full((shape,) if isinstance(shape, int) else shape, value, device=_CPU)
+    return _torch().full((shape,) if isinstance(shape, int) else shape, value, device=_CPU)
 
 
 def doubles(values: Array) -> Array:
@@ -46,28 +53,28 @@ def doubles(values: Array) -> Array:
 
 
 def to_tensor(values: Array) -> Tensor:
-    found: Tensor = values if np is None else torch.from_numpy(values)
+    found: Tensor = values if np is None else _torch().from_numpy(values)
     return found
 
 
 def cat(parts: Sequence[Array], axis: int = 0) -> Array:
-    return torch.cat(tuple(parts), axis) if np is None else np.concatenate(parts, axis)
+    return _torch().cat(tuple(parts), axis) if np is None else np.concatenate(parts, axis)
 
 
 def stack(parts: Sequence[Array]) -> Array:
-    return torch.stack(tuple(parts)) if np is None else np.stack(parts)
+    return _torch().stack(tuple(parts)) if np is None else np.stack(parts)
 
 
 def where(condition: Array, one: Array | int, other: Array | int) -> Array:
-    return torch.where(condition, one, other) if np is None else np.where(condition, one, other)
+    return _torch().where(condition, one, other) if np is None else np.where(condition, one, other)
 
 
 def minimum(a: Array, b: Array) -> Array:
-    return torch.minimum(a, b) if np is None else np.minimum(a, b)
+    return _torch().minimum(a, b) if np is None else np.minimum(a, b)
 
 
 def maximum(a: Array, b: Array) -> Array:
-    return torch.maximum(a, b) if np is None else np.maximum(a, b)
+    return _torch().maximum(a, b) if np is None else np.maximum(a, b)
 
 
 def nonzero(values: Array) -> Array:
@@ -109,7 +116,7 @@ def unique(values: Array) -> tuple[Array, Array]:
 def insertion_points(values: Array, wanted: Array, right: bool = False) -> Array:
     """Where the wanted ones belong in values that are in order."""
     if np is None:
-        return torch.searchsorted(values.contiguous(), wanted, right=right)
+        return _torch().searchsorted(values.contiguous(), wanted, right=right)
     return np.searchsorted(values, wanted, "right" if right else "left")
 
 

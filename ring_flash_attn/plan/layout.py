@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
+from .arrays import Array
 
 Split = Callable[[int, int, int], list[range]]
-Number = int | Tensor
+Number = int | Array
 Bound = tuple[Number, Number, Number]  # start, stop and step of a range, or of many
 Bounds = Callable[[Number, Number, int], list[Bound]]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from .arrays import vector
+from .arrays import filled
 from .columns import Columns, to_columns
 from .layout import Span
 from .problem import Problem
@@ -108,4 +108,5 @@ class Llama3Problem(Problem):
     def arrangement(self, owners: tuple[int, ...], user: Users) -> Arrangement:
         """They follow each other in the stream, whatever the documents are."""
         known = self.columns(Side.KEY, owners)
-        return arrange(owners, known, vector(()), [self.size_k] * len(owners))
+        counts = filled(len(self.lengths_k), 0)  # of queries: shards stay as they are
+        return arrange(owners, known, counts, [self.size_k] * len(owners))
