@@ -101,7 +101,7 @@ def prepare(
 Plans = tuple[BufferPlan, BufferPlan]  # forward, backward
 
 # Layers and backward passes share them. Those of old packs go; long packs have large plans: of 1000
-# documents on 64 ranks in zigzag 600,000 pieces, 40 MB, and some are prepared ahead.
+# documents on 64 ranks in zigzag 500,000 pieces, 14 MB, and some are prepared ahead.
 _plans: Cache[tuple[str, Problem, int], Plans] = Cache(
     64, weigh=lambda plans: sum(plan.pieces for plan in plans), most=1 << 22
 )

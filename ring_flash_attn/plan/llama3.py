@@ -97,10 +97,6 @@ class Llama3Problem(Problem):
         owners = (ranks,) if isinstance(ranks, int) else ranks
         return to_columns([(owner, self.spans(side, owner)) for owner in owners])
 
-    def seen(self, owner: int, user: Users) -> tuple[Span, ...]:
-        """Of a rank's keys, all that is known of them: what we need."""
-        return self.spans(Side.KEY, owner)
-
     def sent(self, owner: int, user: Users) -> Rows:
         """Shards stay whole, as nobody can tell what is needed."""
         return (range(self.size_k),) if self.size_k else ()

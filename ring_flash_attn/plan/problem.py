@@ -19,6 +19,7 @@ from .arrays import (
     minimum,
     most_of_each,
     nonzero,
+    stack,
     sum_of_each,
     vector,
     where,
@@ -35,7 +36,6 @@ from .columns import (
     prefixes,
     split_columns,
     to_columns,
-    to_spans,
     union,
 )
 from .layout import Layout, Span, spans
@@ -119,12 +119,8 @@ class Problem:
         owner, _, length, *_ = self._all_columns(side)
         return sum_of_each(owner, length, self.world_size).tolist()
 
-    def seen(self, owner: int, user: Users) -> tuple[Span, ...]:
+    def seen(self, owner: int, user: Users) -> Columns:
         """What the queries of `user` see of a rank's keys, by rows: parts of its spans."""
-        return to_spans(self._seen(owner, user))
-
-    @_once
-    def _seen(self, owner: int, user: Users) -> Columns:
         return self._visible(self.columns(Side.KEY, owner), user)
 
     def sent(self, owner: int, user: Users) -> Rows:
@@ -134,25 +130,22 @@ class Problem:
             if isinstance(user, int) and self.mask.left is None:
                 self._send(owner)
             else:
-                self._memo[key] = ranges_of(self._seen(owner, user))
+                self._memo[key] = ranges_of(self.seen(owner, user))
         return cast(Rows, self._memo[key])
 
     def _send(self, owner: int) -> None:
         """Find what of a rank's keys goes to every other, all at once."""
         keys, users = self.columns(Side.KEY, owner), sorted(self.wanted_by(owner))
-        limits = cat([filled(0, 0), *map(self._limits, users)]).reshape(
-            len(users), len(self.lengths_q)
-        )
-        limits = limits[:, keys[DOCUMENT]]
-        rows = prefixes(keys, limits)
-        some = rows > 0
-        ends = [0, *some.sum(1).cumsum(0).tolist()]
-        starts = (keys[START] + filled((len(users), 1), 0))[some]
-        parts = ranges_apart(starts, rows[some], list(pairwise(ends)))
-        found = dict(zip(users, parts, strict=True))
-        self._memo.update(
-            (("sent", owner, user), found.get(user, ())) for user in range(self.world_size)
-        )
+        found = dict.fromkeys(range(self.world_size), cast(Rows, ()))
+        if users:
+            limits = stack([self._limits(user) for user in users])
+            rows = prefixes(keys, limits[:, keys[DOCUMENT]])
+            some = rows > 0
+            ends = [0, *some.sum(1).cumsum(0).tolist()]
+            starts = (keys[START] + filled((len(users), 1), 0))[some]
+            parts = ranges_apart(starts, rows[some], list(pairwise(ends)))
+            found.update(zip(users, parts, strict=True))
+        self._memo.update((("sent", owner, user), rows) for user, rows in found.items())
 
     @_once
     def arrangement(self, owners: tuple[int, ...], user: Users) -> Arrangement:

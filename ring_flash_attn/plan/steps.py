@@ -135,8 +135,7 @@ class Plan:
     def pairs(self) -> int:
         """Allowed (query, key) pairs that this rank computes, summed over KV heads."""
         return sum(
-            tile.pairs * (work.heads[1] - work.heads[0])
+            int(work.tiles.pairs.sum()) * (work.heads[1] - work.heads[0])
             for step in self.steps
             for work in step.work
-            for tile in work.tiles
         )
