@@ -148,14 +148,25 @@ class Problem:
         self._memo.update((("sent", owner, user), rows) for user, rows in found.items())
 
     @_once
-    def arrangement(self, owners: tuple[int, ...], user: Users) -> Arrangement:
-        """Where the keys that `user` gets of some ranks lie in one buffer."""
+    def _shards(self, owners: tuple[int, ...], user: Users) -> Columns:
+        """What `user` sees of the keys of some ranks; `sent` knows then."""
         known = self._visible(self.columns(Side.KEY, owners), user)
         sent = ranges_apart(known[START], known[LENGTH], cuts_between(owners, known))
         self._memo.update(
             (("sent", owner, user), rows) for owner, rows in zip(owners, sent, strict=True)
         )
-        return arrange(owners, known, self._counts(user))
+        return known
+
+    def senders(self, owners: tuple[int, ...], user: Users) -> tuple[int, ...]:
+        """Those of some ranks whose keys `user` sees."""
+        if any(("sent", owner, user) not in self._memo for owner in owners):
+            self._shards(owners, user)
+        return tuple(owner for owner in owners if self.sent(owner, user))
+
+    @_once
+    def arrangement(self, owners: tuple[int, ...], user: Users) -> Arrangement:
+        """Where the keys that `user` gets of some ranks lie in one buffer."""
+        return arrange(owners, self._shards(owners, user), self._counts(user))
 
     @_once
     def _counts(self, user: Users) -> Array:
@@ -164,25 +175,31 @@ class Problem:
         return sum_of_each(document, length, len(self.lengths_q))
 
     @_once
-    def _sighted(self, owner: int) -> Columns:
-        """Of a rank's queries, those that see a key, by rows: parts of its spans."""
-        queries, right = self.columns(Side.QUERY, owner), self.mask.right
+    def _all_sighted(self) -> list[Columns]:
+        """Of each rank's queries, those that see a key, by rows: parts of its spans."""
+        queries, right = self._all_columns(Side.QUERY), self.mask.right
         _, _, length, position, stride, document, _ = queries
-        blind = where(vector(self.lengths_k)[document] > 0, 0, length)
+        blind = where(self._lengths()[document] > 0, 0, length)
         if right is not None:  # too early to see the first key
             blind = maximum(blind, minimum(-((position + right) // stride), length))
-        return part_of(queries, blind, length - blind)
+        found = part_of(queries, blind, length - blind)
+        return [found[:, a:b] for a, b in cuts_between(range(self.world_size), found)]
 
     @_once
     def asking(self, owner: int) -> Rows:
         """Rows of a rank's queries that travel where queries are cut: those that see a key."""
-        return ranges_of(self._sighted(owner))
+        return ranges_of(self._all_sighted()[owner])
 
     @_once
     def query_arrangement(self, owners: tuple[int, ...]) -> Arrangement:
         """Where the queries of some ranks that see a key lie in one buffer."""
-        known = cat([self._sighted(owner) for owner in owners], 1)
-        return arrange(owners, known, vector(self.lengths_k))
+        known = cat([self._all_sighted()[owner] for owner in owners], 1)
+        return arrange(owners, known, self._lengths())
+
+    @_once
+    def _lengths(self) -> Array:
+        """Keys of each document."""
+        return vector(self.lengths_k)
 
     def needed(self, query_rank: int, key_rank: int) -> bool:
         """Whether the mask leaves anything of these queries against these keys."""
@@ -217,7 +234,7 @@ class Problem:
     @_once
     def _all_needs(self) -> Needs:
         queries, keys = self._all_columns(Side.QUERY), self._all_columns(Side.KEY)
-        return Needs(queries, keys, vector(self.lengths_k), self.mask, self.world_size)
+        return Needs(queries, keys, self._lengths(), self.mask, self.world_size)
 
     @_once
     def _all_columns(self, side: Side) -> Columns:
@@ -262,7 +279,7 @@ class Problem:
         rows = prefixes(keys, limits)
         if self.mask.left is None:
             return part_of(keys, filled(len(rows), 0), rows)
-        cut = windowed(vector(self.lengths_k), self.mask)[keys[DOCUMENT]]
+        cut = windowed(self._lengths(), self.mask)[keys[DOCUMENT]]
         apart, whole = nonzero(cut), nonzero(~cut)
         queries = self.columns(Side.QUERY, user)
         key, query = pairs(keys[DOCUMENT][apart], queries[DOCUMENT], len(self.lengths_k))

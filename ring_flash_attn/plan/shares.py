@@ -125,8 +125,7 @@ class Exchange:
 
     def keys(self, share: Share, among: Sequence[int]) -> Ranks:
         """Those of some ranks whose keys a share needs."""
-        users = users_of(share.queries)
-        return tuple(owner for owner in among if self.problem.sent(owner, users))
+        return self.problem.senders(tuple(among), users_of(share.queries))
 
     def work(self, share: Share, among: Sequence[int]) -> tuple[Work, ...]:
         """Our launch on our share and the keys of some ranks."""

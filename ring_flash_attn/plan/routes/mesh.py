@@ -40,8 +40,13 @@ def mesh(problem: Problem, rank: int, backward: bool) -> list[Step]:
     for user, shares in exchange.shares.items():
         home = user // node_size
         for number, group in enumerate(hops):
-            away = sorted((home - hop) % len(nodes) for hop in group)
-            among = [owner for node in away for owner in nodes[node]]
+            if user == rank:
+                away = sorted((home - hop) % len(nodes) for hop in group)
+                among = tuple(owner for node in away for owner in nodes[node])
+            elif (home - rank // node_size) % len(nodes) in group:
+                among = (rank,)
+            else:
+                continue
             for share in shares:
                 moves[number] += exchange.keys_come(user, share, among)
                 if backward:
