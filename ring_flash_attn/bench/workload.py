@@ -5,6 +5,7 @@ Importing it loads no torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -158,12 +159,12 @@ class Workload:
         """Packed documents rather than a batch."""
         return self.cu_seqlens is not None
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Queries of each document; of a batch those of one sequence."""
         return (self.seqlen,) if self.cu_seqlens is None else lengths_of(self.cu_seqlens)
 
-    @property
+    @cached_property
     def lengths_k(self) -> tuple[int, ...]:
         """Likewise keys."""
         if self.cu_seqlens_k is not None:
@@ -208,12 +209,12 @@ class Workload:
     @cached_property
     def pairs(self) -> int:
         """Allowed (query, key) pairs of one head, over the documents of one sequence."""
-        tiles = (
-            make_tile(Span(0, q, k - q, 1, 0, 0), Span(0, k, 0, 1, 0, 0), self.mask)
-            for q, k in zip(self.lengths, self.lengths_k, strict=True)
-            if q and k
-        )
-        return sum(tile.pairs for tile in tiles if tile is not None)
+        mask, total = self.mask, 0
+        for (q, k), count in Counter(zip(self.lengths, self.lengths_k, strict=True)).items():
+            if q and k:
+                tile = make_tile(Span(0, q, k - q, 1, 0, 0), Span(0, k, 0, 1, 0, 0), mask)
+                total += count * tile.pairs if tile is not None else 0
+        return total
 
     def flops(self, passes: str = FORWARD) -> float:
         """Of two matrix products forward, and of five backward."""

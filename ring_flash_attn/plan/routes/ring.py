@@ -44,7 +44,10 @@ def circulate(problem: Problem, rank: int, side: Side, direction: int, returns: 
     With `returns`, what is accumulated for a shard on its way comes home.
     """
     world_size = problem.world_size
-    stays = [_stays(problem, owner, side, direction) for owner in range(world_size)]
+    stays = problem.remember(
+        ("stays", side, direction),
+        lambda: [_stays(problem, owner, side, direction) for owner in range(world_size)],
+    )
     longest = max(last for _, last in stays)
 
     def host(owner: int, step: int) -> int:
