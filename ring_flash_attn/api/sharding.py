@@ -106,7 +106,7 @@ def unshard(
             seqlen = x.shape[dim] * world_size
         problem = _problem(layout, cu_seqlens, cu_seqlens_q, seqlen, world_size)
         _check_size(problem, rank, x, dim)
-        sizes = [problem.size(Side.KEY, other) for other in range(world_size)]
+        sizes = problem.sizes(Side.KEY)
         shapes = [(*x.shape[:dim], size, *x.shape[dim:][1:]) for size in sizes]
         x = gather(x, shapes, comm.resolve_group(group), grad)
     else:

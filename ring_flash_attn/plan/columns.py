@@ -6,8 +6,10 @@ needs what, and where it lies, is computed on columns; what others ask for is tu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import TypeVar, overload
 
 from .arrays import (
     Array,
@@ -29,6 +31,48 @@ from .layout import Layout, Span, SplitLayout
 
 Columns = Array  # (7, spans): of each span its owner, and the fields of `Span`
 OWNER, START, LENGTH, POSITION, STRIDE, DOCUMENT, INDEX = range(7)
+
+Item = TypeVar("Item")
+
+
+class LazySequence(Sequence[Item]):
+    """Items kept as columns, as packs have very many: made when somebody asks for one."""
+
+    __slots__ = ("_made",)
+    _made: tuple[Item, ...] | None
+
+    def __init__(self) -> None:
+        self._made = None
+
+    @abstractmethod
+    def _make(self) -> tuple[Item, ...]:
+        """All of them."""
+
+    def _all(self) -> tuple[Item, ...]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    @overload
+    def __getitem__(self, number: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> tuple[Item, ...]: ...
+
+    def __getitem__(self, number: int | slice) -> Item | tuple[Item, ...]:
+        return self._all()[number]
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all() == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
 
 
 def to_columns(shards: Sequence[tuple[int, Sequence[Span]]]) -> Columns:

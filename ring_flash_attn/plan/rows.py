@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
-from typing import cast, overload
+from typing import cast
 
 from .arrays import (
     Array,
@@ -28,6 +28,7 @@ from .columns import (
     POSITION,
     START,
     Columns,
+    LazySequence,
     breaks,
     ends_of,
     joined,
@@ -43,49 +44,26 @@ LAUNCH = 200_000  # and in the time of a small launch
 _FEW = 16  # spans of a shard: with more, shards one after the other save little
 
 
-class Runs(Sequence[range]):
-    """Rows as ranges of step 1, by columns: packs have very many.
+class Runs(LazySequence[range]):
+    """Rows as ranges of step 1.
 
     Attributes:
         starts, lengths: of the ranges.
         total: number of rows.
     """
 
-    __slots__ = ("_made", "lengths", "starts", "total")
+    __slots__ = ("lengths", "starts", "total")
 
     def __init__(self, starts: Array, lengths: Array, total: int) -> None:
+        super().__init__()
         self.starts, self.lengths, self.total = starts, lengths, total
-        self._made: tuple[range, ...] | None = None
 
-    def _all(self) -> tuple[range, ...]:
-        if self._made is None:
-            ends = (self.starts + self.lengths).tolist()
-            self._made = tuple(map(range, self.starts.tolist(), ends))
-        return self._made
+    def _make(self) -> tuple[range, ...]:
+        ends = (self.starts + self.lengths).tolist()
+        return tuple(map(range, self.starts.tolist(), ends))
 
     def __len__(self) -> int:
         return len(self.starts)
-
-    @overload
-    def __getitem__(self, number: int) -> range: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> tuple[range, ...]: ...
-
-    def __getitem__(self, number: int | slice) -> range | tuple[range, ...]:
-        return self._all()[number]
-
-    def __iter__(self) -> Iterator[range]:
-        return iter(self._all())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._all() == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(self._all())
-
-    def __repr__(self) -> str:
-        return repr(self._all())
 
 
 def count_rows(rows: Rows) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from .arrays import Array, filled, maximum, minimum, vector, where
-from .columns import DOCUMENT, LENGTH, Columns, pairs, to_columns
+from .columns import DOCUMENT, LENGTH, Columns, LazySequence, pairs, to_columns
 from .layout import Span
 
 FAR = 1 << 62  # further than any position
@@ -22,11 +22,16 @@ class Mask:
 
     Args:
         left: how many earlier keys a query sees.
-        right: how many later ones.
+        right: how many later ones. Of both, more than any position is no limit.
     """
 
     left: int | None = None
     right: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            if (getattr(self, name) or 0) >= FAR:  # beyond it, int64 would overflow
+                object.__setattr__(self, name, None)
 
     @classmethod
     def of(cls, causal: bool, window_size: tuple[int, int] = (-1, -1)) -> Mask:
@@ -84,19 +89,19 @@ def band(query: Span, key: Span, mask: Mask) -> tuple[int, int]:
     return low, high
 
 
-class Tiles(Sequence[Tile]):
-    """The tiles of a launch, in the order of the query rows, as columns: packs have very many.
+class Tiles(LazySequence[Tile]):
+    """The tiles of a launch, in the order of the query rows.
 
     Attributes:
         columns: (16, tiles) int64: the fields of the query's span, those of the key's, then low,
             high, first and last.
     """
 
-    __slots__ = ("_made", "columns")
+    __slots__ = ("columns",)
 
     def __init__(self, columns: Array) -> None:
+        super().__init__()
         self.columns = columns
-        self._made: tuple[Tile, ...] | None = None
 
     @classmethod
     def of(cls, tiles: Sequence[Tile]) -> Tiles:
@@ -144,39 +149,15 @@ class Tiles(Sequence[Tile]):
         columns[14], columns[15] = first, last
         return Tiles(columns)
 
-    def _all(self) -> tuple[Tile, ...]:
-        if self._made is None:
-            query, key = (
-                map(Span._make, zip(*x.tolist(), strict=True)) for x in (self.query, self.key)
-            )
-            low, high, first, last = self.columns[12:].tolist()
-            marks = map(bool, first), map(bool, last)
-            self._made = tuple(map(Tile, query, key, low, high, *marks))
-        return self._made
+    def _make(self) -> tuple[Tile, ...]:
+        query, key = (
+            map(Span._make, zip(*x.tolist(), strict=True)) for x in (self.query, self.key)
+        )
+        low, high, first, last = self.columns[12:].tolist()
+        return tuple(map(Tile, query, key, low, high, map(bool, first), map(bool, last)))
 
     def __len__(self) -> int:
         return self.columns.shape[1]
-
-    def __iter__(self) -> Iterator[Tile]:
-        return iter(self._all())
-
-    @overload
-    def __getitem__(self, number: int) -> Tile: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> tuple[Tile, ...]: ...
-
-    def __getitem__(self, number: int | slice) -> Tile | tuple[Tile, ...]:
-        return self._all()[number]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tiles) and self.columns.tolist() == other.columns.tolist()
-
-    def __hash__(self) -> int:
-        return hash(self._all())
-
-    def __repr__(self) -> str:
-        return repr(self._all())
 
 
 def seen_rows(queries: Columns, keys: Columns, mask: Mask) -> tuple[Array, Array]:

@@ -104,6 +104,8 @@ def test_a_workload_survives_a_file(of: Workload) -> None:
 def test_documents_are_counted_one_by_one() -> None:
     assert (PACKED.seqlen, PACKED.lengths) == (31, (7, 0, 24))
     assert PACKED.pairs == 7 * 8 // 2 + 24 * 25 // 2
+    again = replace(PACKED, cu_seqlens=(0, 7, 12, 19, 26, 31))
+    assert again.pairs == 3 * (7 * 8 // 2) + 2 * (5 * 6 // 2)
     keys = ((7, 9), (0, 3), (24, 19))  # the last query sees the last key
     pairs = sum(max(0, i + 1 + k - q) for q, k in keys for i in range(q))
     assert FEATURES.pairs == pairs

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import document_lengths, masks, spans, world_sizes
 
+from ring_flash_attn.plan.build import make_plan
 from ring_flash_attn.plan.layout import Span, get_layout, layout_names
 from ring_flash_attn.plan.layout import spans as spans_of
-from ring_flash_attn.plan.tiles import Mask, Tiles, make_tile, make_tiles
+from ring_flash_attn.plan.problem import Problem
+from ring_flash_attn.plan.tiles import FAR, Mask, Tiles, make_tile, make_tiles
 
 MANY = settings(max_examples=400, deadline=None)
 
@@ -37,6 +41,19 @@ def test_mask_means_what_flash_attn_means(causal: bool, left: int, right: int) -
             or (causal and distance > 0)
         )
         assert mask.allows(distance) is not hidden
+
+
+@pytest.mark.parametrize("far", [1 << 40, FAR - 1, FAR, sys.maxsize, 1 << 70])
+@pytest.mark.parametrize("layout", ["zigzag", "stripe", "balanced"])
+def test_a_window_wider_than_all_documents_hides_nothing(layout: str, far: int) -> None:
+    def pairs(mask: Mask) -> list[int]:
+        problem = Problem(get_layout(layout), (24, 40), (64, 40), 3, mask)
+        return [make_plan("ring", problem, rank, backward=False).pairs for rank in range(3)]
+
+    assert sum(pairs(Mask())) == 24 * 64 + 40 * 40
+    assert pairs(Mask(far, far)) == pairs(Mask(None, far)) == pairs(Mask(far)) == pairs(Mask())
+    assert pairs(Mask(far, 3)) == pairs(Mask(right=3))
+    assert pairs(Mask(3, far)) == pairs(Mask(left=3))
 
 
 @given(data=st.data(), stride=st.integers(1, 7), mask=masks)

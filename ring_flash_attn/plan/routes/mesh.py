@@ -40,10 +40,10 @@ def mesh(problem: Problem, rank: int, backward: bool) -> list[Step]:
     for user, shares in exchange.shares.items():
         home = user // node_size
         for number, group in enumerate(hops):
-            if user == rank:
+            if user == rank:  # we get the keys of these nodes
                 away = sorted((home - hop) % len(nodes) for hop in group)
                 among = tuple(owner for node in away for owner in nodes[node])
-            elif (home - rank // node_size) % len(nodes) in group:
+            elif (home - rank // node_size) % len(nodes) in group:  # they get ours
                 among = (rank,)
             else:
                 continue

@@ -30,7 +30,7 @@ _DETOUR = 4  # times as many rows that go from hop to hop are worse
 @register_route("ring")
 def ring(problem: Problem, rank: int, backward: bool) -> list[Step]:
     """Keys and values travel upwards through the ranks."""
-    if problem.world_size == 1:
+    if problem.world_size == 1:  # nobody to ask what they need
         return [Step((), make_work(problem, rank, (rank,), problem.all_heads))]
     groups = _groups(problem, backward)
     if groups is not None:
