@@ -362,8 +362,7 @@ class _ForwardPass:
         with span("{.name} forward on rank {}", self._kernel, self.buffer_plan.plan.rank):
             self._kernel.forward(q, k, v, work.tiles, state, call)
 
-    def combine(self, ours: Views, theirs: Views, at: Tensor | None) -> None:
-        assert at is None, "outputs travel whole"
+    def combine(self, ours: Views, theirs: Views) -> None:
         merge(State(ours[0], ours[1]), theirs[0], theirs[1])
 
     def clear(self, views: Views) -> None:
@@ -435,13 +434,10 @@ class _BackwardPass:
         with span("{.name} backward on rank {}", self._kernel, self.buffer_plan.plan.rank):
             self._kernel.backward(dout, q, k, v, work.tiles, saved, grads, call)
 
-    def combine(self, ours: Views, theirs: Views, at: Tensor | None) -> None:
+    def combine(self, ours: Views, theirs: Views) -> None:
         with span("add gradients"):
             for mine, other in zip(ours, theirs, strict=True):
-                if at is None:
-                    mine.add_(other)
-                else:
-                    mine.index_copy_(1, at, mine.index_select(1, at).add_(other))
+                mine.add_(other)
 
     def clear(self, views: Views) -> None:
         for view in views:

@@ -9,17 +9,19 @@ back when it ends: no two passes share memory, and what the user gets is never i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..comm import Message, Transport
+from ..kernels.rows import Part, add_from_arena, add_parts, adding, copy_rows, is_fused
 from ..plan.buffers import BufferPlan
 from ..plan.rows import Packing
 from ..plan.steps import Payload, Side, Step, Work
 from ..trace import span
-from .packing import row_numbers
+from .packing import part_table, row_numbers
 
 Views = tuple[Tensor, ...]
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset
@@ -53,8 +55,8 @@ class Pass(Protocol):
     def launch(self, launch: RunKernel, tensors: Sequence[Tensor]) -> None:
         """Run the kernel on what it reads and where it accumulates, in the order of its places."""
 
-    def combine(self, ours: Views, theirs: Views, at: Tensor | None) -> None:
-        """Add what others have accumulated to what is accumulated here, or to rows `at` of it."""
+    def combine(self, ours: Views, theirs: Views) -> None:
+        """Add what others have accumulated to what is accumulated here."""
 
     def clear(self, views: Views) -> None:
         """Make accumulators empty."""
@@ -202,9 +204,7 @@ class Copy(NamedTuple):
             target, source = place.find(run), other.find(run)
             dim = 0 if self.stored else 1 if source.dim() == 4 else 2  # a number a row comes last
             if at is not None:
-                if taken is not None:
-                    source = source.index_select(dim, taken)
-                target.index_copy_(dim, at, source)
+                copy_rows(target, source, at, taken, dim)
             elif taken is not None:
                 torch.index_select(source, dim, taken, out=target)
             else:
@@ -212,20 +212,63 @@ class Copy(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """Results of others, or the rows of them that are `taken`, with ours, or with rows `at`."""
+    """Results of others, of all rows, with ours."""
 
     ours: Places
     theirs: Places
-    at: Packing | None = None
-    taken: Packing | None = None
 
     def run(self, run: Executor) -> None:
         ours = tuple([place.find(run) for place in self.ours])
-        theirs = tuple([place.find(run) for place in self.theirs])
-        taken = run.numbers(self.taken)
-        if taken is not None:
-            theirs = tuple([tensor.index_select(1, taken) for tensor in theirs])
-        run.work.combine(ours, theirs, run.numbers(self.at))
+        run.work.combine(ours, tuple([place.find(run) for place in self.theirs]))
+
+
+class Added(NamedTuple):
+    """Gradients of some rows in a buffer: which rows of ours they belong to, which are `taken`."""
+
+    theirs: tuple[ArenaView, ...]
+    at: Packing
+    taken: Packing | None = None  # all
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddParts:
+    """Gradients of some rows, from others or another buffer, added to ours part after part.
+
+    Compared by identity, so that its table on a GPU can be cached.
+    """
+
+    ours: Places
+    parts: tuple[Added, ...]
+
+    def run(self, run: Executor) -> None:
+        ours = [place.find(run) for place in self.ours]
+        with span("add gradients"):
+            instead = adding.get()
+            if instead is not None:
+                instead(self._moved(ours))
+            elif is_fused(ours[0]):
+                self._fused(ours, run)
+            else:
+                parts = (
+                    Part([view.find(run) for view in theirs], run.rows(at), run.rows(taken))
+                    for theirs, at, taken in self.parts
+                )
+                add_parts(ours, parts)
+
+    def _fused(self, ours: Sequence[Tensor], run: Executor) -> None:
+        rows, views = ours[0].shape[1], self.parts[0].theirs
+        runs = [
+            (theirs[0].offset, theirs[0].strides[1], at, taken) for theirs, at, taken in self.parts
+        ]
+        table = part_table(self, rows, runs, run.device)
+        firsts = [view.offset - views[0].offset for view in views]
+        add_from_arena(ours, run.arenas[views[0].arena], table, firsts, views[0].strides[0])
+
+    def _moved(self, ours: Sequence[Tensor]) -> int:
+        """Bytes that are read and written."""
+        added = sum(part.at.total for part in self.parts)
+        row = sum(mine.nbytes for mine in ours) // max(1, ours[0].shape[1])
+        return row * (added + 2 * min(added, ours[0].shape[1]))
 
 
 class Clear(NamedTuple):
@@ -256,7 +299,7 @@ class RunKernel(NamedTuple):
         run.work.launch(self, [place.find(run) for place in self.places])
 
 
-Action = BringOut | PutAway | Post | Wait | Copy | Combine | Clear | RunKernel
+Action = BringOut | PutAway | Post | Wait | Copy | Combine | AddParts | Clear | RunKernel
 Actions = tuple[Action, ...]
 
 
@@ -291,6 +334,10 @@ class Executor:
     def numbers(self, packing: Packing | None) -> Tensor | None:
         """On the device, for the current stream."""
         return None if packing is None else row_numbers(packing, self.device)
+
+    def rows(self, packing: Packing | None) -> Tensor | slice | None:
+        """The same, or a slice where they follow each other."""
+        return self.numbers(packing) if packing is None or packing.slice is None else packing.slice
 
     def close(self) -> None:
         """The pass is done."""

@@ -21,6 +21,8 @@ from ..plan.steps import Heads, Payload, Side, Work
 from .executor import (
     Action,
     Actions,
+    Added,
+    AddParts,
     ArenaView,
     BringOut,
     Clear,
@@ -153,6 +155,7 @@ class _Lowering:
         self._arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
         self._packed: dict[Packing, Buffers] = {}  # messages of this step whose rows lie apart
         self._unpacked: list[Move] = []  # of each packing that arrives, one
+        self._sums: dict[object, tuple[Places, list[Added]]] = {}  # what this step adds to what
         self._written: set[Slot] = set()  # final results that launches write themselves
 
     # Steps.
@@ -191,9 +194,10 @@ class _Lowering:
             )
         for move, buffers in self._arrivals:
             self._add(move, buffers)
+        self._actions += [AddParts(ours, tuple(parts)) for ours, parts in self._sums.values()]
         for buffers in self._packed.values():
             self._give_back(buffers)
-        for each in (self._unpacked, self._arrivals, self._packed):
+        for each in (self._unpacked, self._arrivals, self._packed, self._sums):
             each.clear()
         for slot in self._plan.last_use.get(number, ()):
             self._give_back(self._slots.pop(slot, ()))
@@ -284,14 +288,21 @@ class _Lowering:
                 self._actions.append(Copy(self._at_home(*home), sums))
             return
         buffers = self._buffer(move.slot)
+        if transfer.payload is Payload.RESULT:
+            if move.rows:
+                at, taken = (
+                    move.home or Packing(move.of_home),
+                    move.packing or Packing(move.of_slot),
+                )
+                part = Added(self._seen(buffers), at, taken)
+                self._actions.append(AddParts(self._held(move), (part,)))
+            return
         if move.packing is None:
             (of_home,), (of_slot,) = move.of_home or (range(0),), move.of_slot or (range(0),)
             ours, there = self._held(move, of_home), self._seen(buffers, of_slot)
         else:
             ours, there = self._held(move), self._seen(buffers)
-        if transfer.payload is Payload.RESULT:
-            self._actions.append(Combine(ours, there, at=move.home, taken=move.packing))
-        elif transfer.payload is Payload.FINAL:
+        if transfer.payload is Payload.FINAL:
             self._actions.append(Copy(ours, there, at=move.home, taken=move.packing))
         else:
             self._actions.append(Copy(there, ours, at=move.packing, taken=move.home))
@@ -379,21 +390,18 @@ class _Lowering:
             else:
                 at = move.packing or Packing(move.of_shard)
                 self._actions.append(Copy(self._at_home(*home), theirs, at=at))
-        elif transfer.owner == self._rank or transfer.fills_relay:
-            if move.packing is not None:
-                ours, theirs = self._held(move), self._seen(buffers)
-                self._actions.append(Combine(ours, theirs, at=move.packing))
-            else:
-                first = 0
-                for rows in move.of_shard if transfer.owner == self._rank else move.of_slot:
-                    there = range(first, first := first + len(rows))
-                    ours, theirs = self._held(move, rows), self._seen(buffers, there)
-                    self._actions.append(Combine(ours, theirs))
+        elif transfer.cut:  # always ours, or what we relay
+            relayed = transfer.owner != self._rank
+            target = move.slot if relayed else home
+            _, parts = self._sums.setdefault(target, (self._held(move), []))
+            at = Packing(move.of_slot if relayed else move.of_shard)
+            parts.append(Added(self._seen(buffers), at))
+        elif transfer.owner == self._rank:
+            self._actions.append(Combine(self._held(move), self._seen(buffers)))
+        elif move.slot not in self._slots:
+            self._slots[move.slot] = buffers
+            return
         else:
-            assert not transfer.cut, "sums on their way are whole"
-            if move.slot not in self._slots:
-                self._slots[move.slot] = buffers
-                return
             ours = self._seen(self._slots[move.slot])
             self._actions.append(Combine(ours, self._seen(buffers)))
         self._give_back(buffers)
@@ -474,7 +482,9 @@ class _Lowering:
             dtype, block = self._blocks[buffer.number]
             self._blocks[buffer.number] = dtype, block._replace(last=self._step)
 
-    def _rows_of(self, buffers: Buffers, rows: Sequence[range] | None = None) -> Places:
+    def _rows_of(
+        self, buffers: Buffers, rows: Sequence[range] | None = None
+    ) -> tuple[ArenaView, ...]:
         """Some rows of each, as messages take them; both ends list them alike."""
         return tuple(
             self._view(buffer, buffer.stored(each))
@@ -482,7 +492,7 @@ class _Lowering:
             for each in ((range(buffer.size),) if rows is None else rows)
         )
 
-    def _seen(self, buffers: Buffers, rows: range | None = None) -> Places:
+    def _seen(self, buffers: Buffers, rows: range | None = None) -> tuple[ArenaView, ...]:
         """All fields, or some rows of them, as kernels see them."""
         found = {
             number: self._view(buffer, buffer.seen(n, range(buffer.size) if rows is None else rows))

@@ -23,12 +23,40 @@ def row_numbers(packing: Packing, device: torch.device) -> Tensor:
     return _tables.get(packing, device, None, make)
 
 
+def part_table(
+    key: object,
+    rows: int,
+    parts: Sequence[tuple[int, int, Packing, Packing | None]],
+    device: torch.device,
+) -> Tensor:
+    """(parts, rows) int64: where each row of a part begins, -1 where it has none; made once.
+
+    Args:
+        key: whose table it is.
+        rows: how many rows there are to be added to.
+        parts: of each where it begins, from row to row, which rows it belongs to, which are taken.
+        device: for the current stream.
+    """
+
+    def make() -> Tensor:
+        table = torch.full((len(parts), rows), -1, dtype=torch.int64, device="cpu")
+        for line, (first, stride, at, taken) in zip(table, parts, strict=True):
+            theirs = torch.arange(at.total, device="cpu") if taken is None else _numbers(taken)
+            line[_numbers(at) if at.slice is None else at.slice] = theirs * stride + first
+        return to_device(table, device)
+
+    return _tables.get(key, device, None, make)
+
+
 def _copied(packing: Packing, device: torch.device) -> Tensor:
+    return to_device(_numbers(packing), device)
+
+
+def _numbers(packing: Packing) -> Tensor:
     rows = packing.rows
     if isinstance(rows, Runs):
-        _, numbers = ranges(rows.starts, rows.lengths)
-        return to_device(to_tensor(numbers), device)
-    return to_device(numbers_of(rows), device)
+        return to_tensor(ranges(rows.starts, rows.lengths)[1])
+    return numbers_of(rows)
 
 
 def numbers_of(rows: Sequence[range]) -> Tensor:

@@ -6,16 +6,16 @@ Triton kernel (`fused_merge.py`); elsewhere, and in fp64, plain torch.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..trace import span
 from .base import BLOCK, FIRST, LAST, Rows, State
+from .rows import is_fused
 
 # What runs in place of a merge, where passes are priced and compute nothing; sees block and rows.
 merging: ContextVar[Callable[[Tensor, Sequence[Rows]], None] | None] = ContextVar(
@@ -69,12 +69,7 @@ def merge_rows(
 
 
 def _is_fused(state: State) -> bool:
-    return state.out.device.type == "cuda" and state.out.dtype is torch.float32 and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return state.out.dtype is torch.float32 and is_fused(state.out)
 
 
 def _merge_some(

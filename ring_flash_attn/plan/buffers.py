@@ -17,8 +17,6 @@ from .tiles import Tiles
 
 Ranks = tuple[int, ...]
 
-FEW_PARTS = 8  # of rows that lie apart: so many additions cost less than row numbers
-
 
 class Slot(NamedTuple):
     """Where shards lie: the buffer of `owners`, for some heads of one side.
@@ -289,7 +287,7 @@ class BufferPlan:
 def _packed(moves: list[Move], rank: int) -> list[Move]:
     """The moves of a step; those whose rows lie apart share a packing, one for each buffer."""
     found = list(moves)
-    loose: dict[tuple[Slot, int], list[int]] = {}
+    loose: dict[tuple[Slot, bool], list[int]] = {}
     for number, move in enumerate(moves):
         transfer = move.transfer
         if transfer.source == transfer.target:
@@ -297,13 +295,13 @@ def _packed(moves: list[Move], rank: int) -> list[Move]:
                 packing, home = Packing(move.of_slot), Packing(move.of_home)
                 found[number] = replace(move, packing=packing, home=home)
             continue
-        rows, at_home = _local(move, rank)
         receives = transfer.target == rank
-        adds = receives and transfer.payload is not Payload.INPUT  # one by one, in parts if few
-        if len(rows) > (FEW_PARTS if adds else 1):
+        if receives and transfer.payload is not Payload.INPUT:
+            continue  # added, or brought to its place, as it is
+        rows, at_home = _local(move, rank)
+        if len(rows) > 1:
             here = move.slot._replace(owners=()) if at_home else move.slot
-            key = (here, number if adds else -receives - 1)
-            loose.setdefault(key, []).append(number)
+            loose.setdefault((here, receives), []).append(number)
     for numbers in loose.values():
         together = [moves[number] for number in numbers]
         peers = [t.source if t.target == rank else t.target for t in (m.transfer for m in together)]

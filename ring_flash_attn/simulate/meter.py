@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..comm import Message
 from ..kernels.base import FIRST, LAST, Rows
 from ..kernels.merge import merging
+from ..kernels.rows import adding
 from .machine import Gpu
 from .timeline import Stage
 
@@ -48,11 +49,12 @@ class Meter(TorchDispatchMode):
         return found
 
     def __enter__(self) -> Any:
-        self._token = merging.set(self._merge)
+        self._tokens = merging.set(self._merge), adding.set(self._add_parts)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        merging.reset(self._token)
+        merging.reset(self._tokens[0])
+        adding.reset(self._tokens[1])
         super().__exit__(*error)
 
     def _merge(self, block: Tensor, rows: Sequence[Rows]) -> None:
@@ -60,6 +62,10 @@ class Meter(TorchDispatchMode):
         size = sum((each.end - each.start) * _merged(each.bits) for each in rows)
         batch, _, nheads, headdim = block.shape
         self.add(self.gpu.moving(size * batch * nheads * headdim))
+
+    def _add_parts(self, size: int) -> None:
+        """One launch for each tensor; the table is copied once for a plan."""
+        self.add(self.gpu.moving(size))
 
     def add(self, seconds: float) -> None:
         """Something else on the compute stream."""

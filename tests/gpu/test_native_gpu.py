@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from merging import fused_and_plain
+from moving_rows import SHAPES, added, copied
 
 import ring_flash_attn as rfa
 from ring_flash_attn.kernels.base import LIBRARIES, Call, why_not
@@ -102,6 +103,12 @@ def test_libraries_alone_cost_nothing_more(kernel: str) -> None:
     before = torch.cuda.memory_allocated()
     rfa.flash_attn_func(q, q, q, causal=True, kernel=kernel)
     assert torch.cuda.max_memory_allocated() - before < 1.5 * q.numel() * q.element_size()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_moved_and_added(shape: tuple[int, int, int, int]) -> None:
+    for ours, expected in (*added("cuda", shape), *copied("cuda", shape)):
+        assert torch.equal(ours, expected)
 
 
 def test_the_fused_merge() -> None:

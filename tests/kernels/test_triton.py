@@ -16,6 +16,7 @@ import maxima
 import pytest
 import torch
 from merging import fused_and_plain
+from moving_rows import SHAPES, added, copied
 from ranks import Ranks
 
 import ring_flash_attn as rfa
@@ -219,6 +220,16 @@ def _merge(rank: int, world_size: int) -> None:
 
 def test_the_fused_merge_interpreted(pool: Ranks) -> None:
     pool.run(_merge)
+
+
+def _moved_rows(rank: int, world_size: int) -> int:
+    """Sums in the same order are the same to the bit."""
+    found = [pair for shape in SHAPES for pair in (*added("cpu", shape), *copied("cpu", shape))]
+    return sum(not torch.equal(ours, expected) for ours, expected in found)
+
+
+def test_rows_are_moved_and_added_interpreted(pool: Ranks) -> None:
+    assert pool.run(_moved_rows) == [0] * pool.world_size
 
 
 def _with_nan(rank: int, world_size: int) -> list[int]:

@@ -11,7 +11,7 @@ from simulate import buffer_rows, causal, needed, needed_rows, plans_of, tokens_
 from strategies import order_of_buffers, problems
 
 from ring_flash_attn.plan import build as planning
-from ring_flash_attn.plan.buffers import FEW_PARTS, BufferPlan, Move
+from ring_flash_attn.plan.buffers import BufferPlan, Move
 from ring_flash_attn.plan.build import make_plan, make_work, route_names
 from ring_flash_attn.plan.layout import get_layout, layout_names
 from ring_flash_attn.plan.problem import Problem
@@ -92,7 +92,7 @@ def check_packing(move: Move, rank: int) -> None:
     at_home = t.owner == rank and (t.source == rank) is (t.payload is Payload.INPUT)
     here = move.of_shard if at_home else move.of_slot
     adds = t.target == rank and t.payload is not Payload.INPUT
-    assert (packing is None) is (len(here) <= (FEW_PARTS if adds else 1))
+    assert (packing is None) is (adds or len(here) <= 1)
     if packing is not None:
         everything = [n for rows in packing.rows for n in rows]
         assert len(everything) == packing.total == sum(count for _, count in packing.counts)
