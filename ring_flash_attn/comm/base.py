@@ -24,11 +24,14 @@ class Transport(Protocol):
     """Moves tensors between the ranks of a group, one batch of messages at a time."""
 
     def post(self, messages: Sequence[Message]) -> None:
-        """Start all messages. Their tensors belong to the transport until `wait` returns."""
+        """Start all messages. Their tensors belong to the transport until they are awaited."""
         ...
 
-    def wait(self) -> None:
-        """Later work (of the current stream, on a GPU) sees what was posted as done."""
+    def wait(self, keep: int = 0) -> None:
+        """Later work (of the current stream, on a GPU) sees what was posted as done.
+
+        But for the newest posts: so many stay under way.
+        """
         ...
 
     def abandon(self, steps: Sequence[bool], drain: bool) -> None:
@@ -47,21 +50,20 @@ class VirtualTransport:
 
     def __init__(self, rank: int, mail: _Mail) -> None:
         self._rank, self._mail = rank, mail
-        self._expected: list[Message] = []
+        self._expected: deque[list[Message]] = deque()  # of each post
 
     def post(self, messages: Sequence[Message]) -> None:
+        self._expected.append([message for message in messages if message.receive])
         for message in messages:
-            if message.receive:
-                self._expected.append(message)
-            else:
+            if not message.receive:
                 self._mail.setdefault((self._rank, message.peer), deque()).append(message.tensor)
 
-    def wait(self) -> None:
-        for message in self._expected:
-            sent = self._mail[message.peer, self._rank].popleft()
-            assert sent.shape == message.tensor.shape, "both ends name the same rows"
-            message.tensor.copy_(sent)
-        self._expected.clear()
+    def wait(self, keep: int = 0) -> None:
+        while len(self._expected) > keep:
+            for message in self._expected.popleft():
+                sent = self._mail[message.peer, self._rank].popleft()
+                assert sent.shape == message.tensor.shape, "both ends name the same rows"
+                message.tensor.copy_(sent)
 
     def abandon(self, steps: Sequence[bool], drain: bool) -> None:
         """The mail goes with the call."""

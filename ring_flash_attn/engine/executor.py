@@ -176,14 +176,15 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """For the messages of a step."""
+    """For the messages of some steps, but not for the newest posts."""
 
-    step: int
+    steps: tuple[int, ...]
     moves: bool  # there are any, or copies in place
+    keep: int  # posts that stay under way
 
     def run(self, run: Executor) -> None:
         with span(_wait_name, run.rank, self):
-            run.transport.wait()
+            run.transport.wait(self.keep)
 
 
 class Copy(NamedTuple):
@@ -250,7 +251,11 @@ class AddParts:
                 self._fused(ours, run)
             else:
                 parts = (
-                    Part([view.find(run) for view in theirs], run.rows(at), run.rows(taken))
+                    Part(
+                        [view.find(run) for view in theirs],
+                        run.rows(at),
+                        None if taken is None else run.rows(taken),
+                    )
                     for theirs, at, taken in self.parts
                 )
                 add_parts(ours, parts)
@@ -335,9 +340,10 @@ class Executor:
         """On the device, for the current stream."""
         return None if packing is None else row_numbers(packing, self.device)
 
-    def rows(self, packing: Packing | None) -> Tensor | slice | None:
+    def rows(self, packing: Packing) -> Tensor | slice:
         """The same, or a slice where they follow each other."""
-        return self.numbers(packing) if packing is None or packing.slice is None else packing.slice
+        found = packing.slice
+        return row_numbers(packing, self.device) if found is None else found
 
     def close(self) -> None:
         """The pass is done."""
@@ -420,7 +426,8 @@ def _whose(step: Step, rank: int) -> str:
 
 
 def _wait_name(rank: int, wait: Wait) -> str:
-    return f"rank {rank} waits for the transfers of step {wait.step}" if wait.moves else ""
+    steps = f"step{'s' * (len(wait.steps) > 1)} {', '.join(map(str, wait.steps))}"
+    return f"rank {rank} waits for the transfers of {steps}" if wait.moves else ""
 
 
 def _post_name(rank: int, number: int, messages: Sequence[Message]) -> str:

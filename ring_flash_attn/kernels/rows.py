@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """Rows to be added, all or those `taken`, and where: their numbers, or a slice."""
 
     theirs: Sequence[Tensor]  # (batch, rows, nheads, headdim)
-    at: Tensor | slice | None
+    at: Tensor | slice
     taken: Tensor | slice | None
 
 

@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from .arrays import cat, counted, least_of_each, most_of_each, repeat, unique, vector
+from .arrays import (
+    cat,
+    counted,
+    filled,
+    insertion_points,
+    least_of_each,
+    minimum,
+    most_of_each,
+    repeat,
+    sum_of_each,
+    unique,
+    vector,
+)
+from .columns import DOCUMENT, LENGTH, START, Columns, part_of
 from .problem import Problem
+from .rows import BLOCK
 from .steps import Heads, Payload, Plan, Side, Step, Work, users_of
-from .tiles import tiles_between
+from .tiles import Mask, Tiles, tiles_between
 
 Route = Callable[[Problem, int, bool], list[Step]]
 
 BY_HEADS = ("all_gather", "all_to_all")  # routes that go by groups of KV heads (heads_k_stride)
 BY_NODES = ("double_ring", "mesh")  # routes that know nodes (ranks_per_node)
 BY_SOURCES = ("double_ring", "mesh", "ring")  # whose launches take several (sources_per_launch)
+
+_SPLIT_PAIRS = 1 << 20  # of a launch: half as long as an H200 takes for 64/8 heads of 128
 
 _ROUTES: dict[str, Route] = {}
 
@@ -58,7 +74,7 @@ def _finished(problem: Problem, rank: int, steps: Sequence[Step]) -> Plan:
     _, found, covered = problem.remember(key, lambda: (launches, *_marked(launches, merged, rank)))
     marked = iter(found)
     in_order = tuple(
-        Step(tuple(sorted(step.transfers)), tuple(next(marked) for _ in step.work))
+        Step(tuple(sorted(step.transfers)), tuple(next(marked) for _ in step.work), step.awaited)
         for step in steps
     )
     size = problem.size(Side.QUERY, rank) * problem.nheads_k
@@ -90,6 +106,60 @@ def _make_work(
         keys = problem.columns(Side.KEY, owners[0])
     tiles = tiles_between(problem.columns(Side.QUERY, query_rank), keys, problem.mask)
     return (Work((query_rank,), owners, heads, tiles, cut),) if tiles else ()
+
+
+def make_own_work(
+    problem: Problem, rank: int, heads: Heads
+) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    """The launch of a rank's queries against its own keys, in two: keys from some row on, the rest.
+
+    The first has about a third of the pairs. Little work is not split: it is all in the first.
+    """
+    key = ("own work", rank, heads)
+    return problem.remember(key, lambda: _make_own_work(problem, rank, heads))
+
+
+def _make_own_work(
+    problem: Problem, rank: int, heads: Heads
+) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    whole = make_work(problem, rank, (rank,), heads)
+    if not whole or int(whole[0].tiles.pairs.sum()) < _SPLIT_PAIRS:
+        return whole, ()
+    queries, keys = (problem.columns(side, rank) for side in Side)
+    cut = _third(queries, keys, whole[0].tiles, problem.mask)
+    before = (cut - keys[START]).clip(min=0)
+    before = minimum(before, keys[LENGTH])
+    parts = (before, keys[LENGTH] - before), (filled(len(before), 0), before)
+    tiles = [tiles_between(queries, part_of(keys, *part), problem.mask) for part in parts]
+    first, rest = ((Work((rank,), (rank,), heads, each),) if each else () for each in tiles)
+    return first, rest
+
+
+def _third(queries: Columns, keys: Columns, tiles: Tiles, mask: Mask) -> int:
+    """The row from which on keys have about a third of the pairs.
+
+    Where a span begins, if a fifth to a half is there; otherwise after whole blocks of one.
+    """
+    span = insertion_points(keys[START], tiles.key[0])
+    pairs = sum_of_each(span, tiles.pairs, keys.shape[1])
+    total = int(pairs.sum())
+    after = total - pairs.cumsum(0)  # those of the spans that follow
+    from_here = (after + pairs).tolist()
+    nearest = min(range(len(from_here)), key=lambda n: abs(3 * from_here[n] - total))
+    if total <= 5 * from_here[nearest] and 2 * from_here[nearest] <= total:
+        return int(keys[START][nearest])
+    number = next(n for n, rest in enumerate(after.tolist()) if 3 * rest <= total)
+    span_alone = keys[:, number : number + 1]
+    wanted = total // 3 - int(after[number])
+    of_document = queries[:, queries[DOCUMENT] == span_alone[DOCUMENT]]
+    low, high = 0, int(span_alone[LENGTH][0]) // BLOCK
+    while high - low > 1:
+        middle = (low + high) // 2
+        skipped = filled(1, middle * BLOCK)
+        rest = part_of(span_alone, skipped, span_alone[LENGTH] - skipped)
+        found = int(tiles_between(of_document, rest, mask).pairs.sum())
+        low, high = (middle, high) if found > wanted else (low, middle)
+    return int(span_alone[START][0]) + high * BLOCK
 
 
 def make_shared_work(

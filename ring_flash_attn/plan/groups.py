@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 Groups = list[list[int]]  # of a rank: the owners of the keys of each launch but that on its own
@@ -11,12 +12,7 @@ LAUNCHES = 8  # more only to save memory
 
 
 def by_size(
-    sources: list[list[int]],
-    rows: Sequence[dict[int, int]],
-    limit: int,
-    few: int,
-    most: int,
-    last: bool,
+    sources: list[list[int]], rows: Sequence[dict[int, int]], limit: int, few: int, most: int
 ) -> list[Groups]:
     """As few groups as the keys allow that they bring to the rank that gets most.
 
@@ -26,32 +22,28 @@ def by_size(
         limit: keys of a group.
         few: more groups only to save memory.
         most: keys of a group then, if that is more.
-        last: whether the last group is a single source, the one with the fewest keys.
     """
-    if last:
-        sources = [sorted(each, key=last_is(each, rows[u])) for u, each in enumerate(sources)]
-    few, longest = few - last, max(map(len, sources)) - last
+    longest = max(map(len, sources))
     fewest = max(-(-sum(each.values()) // limit) for each in rows) if limit else 0
-    for count in range(min(longest, max(1, min(few, fewest - last))), longest):
+    for count in range(min(longest, max(1, min(few, fewest))), longest):
         brings = limit if count < few else max(limit, most)
-        pairs = zip(sources, rows, strict=True)
-        found = [within(brings, of_rank, each, count, last) for each, of_rank in pairs]
+        found = [
+            within(brings, of_rank, each, count)
+            for each, of_rank in zip(sources, rows, strict=True)
+        ]
         if None not in found:
             return [groups for groups in found if groups is not None]
-    return [split(each, longest, last) for each in sources]
+    return [split(each, longest) for each in sources]
 
 
-def within(
-    most: int, rows: dict[int, int], owners: list[int], count: int, last: bool
-) -> Groups | None:
+def within(most: int, rows: dict[int, int], owners: list[int], count: int) -> Groups | None:
     """At most so many rows in each of `count` groups; None if they do not fit."""
-    even = split(owners, count, last)
+    even = split(owners, count)
     if all(sum(rows.get(owner, 0) for owner in group) <= most for group in even):
         return even
-    rest = owners[: len(owners) - last]
     filled: Groups = []
     total = 0
-    for owner in rest if last else reversed(rest):
+    for owner in reversed(owners):
         total += rows.get(owner, 0)
         if not filled or total > most:
             filled.append([])
@@ -59,26 +51,39 @@ def within(
         filled[-1].append(owner)
     if len(filled) > count:
         return None
-    if not last:  # the first one is the smallest
-        filled.reverse()
-    return filled + [[]] * (count - len(filled)) + [owners[len(rest) :]] * last
+    return filled[::-1] + [[]] * (count - len(filled))  # the first one is the smallest
 
 
-def last_is(owners: list[int], rows: dict[int, int]) -> Callable[[int], bool]:
-    last = min(reversed(owners), key=lambda owner: rows.get(owner, 0), default=None)
-    return lambda owner: owner == last
-
-
-def split(owners: list[int], count: int, last: bool) -> Groups:
-    """Into so many groups, nearly equal, smaller ones first; with `last` one more, of one rank.
+def split(owners: list[int], count: int) -> Groups:
+    """Into so many groups, nearly equal, smaller ones first.
 
     If there are fewer ranks than groups, the first groups have one each.
     """
-    alone = owners[-1:] if last else []
-    rest = owners[: len(owners) - len(alone)]
-    size, larger = divmod(len(rest), count) if count else (0, 0)
+    size, larger = divmod(len(owners), count) if count else (0, 0)
     sizes = [size] * (count - larger) + [size + 1] * larger
-    if last or not size:
+    if not size:
         sizes.reverse()
-    groups = [rest[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
-    return [*groups, alone] if last else groups
+    return [owners[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
+
+
+def in_turn(groups: list[Groups], rows: Sequence[dict[int, int]]) -> list[Groups]:
+    """Each rank begins with another group, where a rank would send too much of its keys at a time.
+
+    Many ranks in a row need the start of a long document, which a few hold: in the order of ranks
+    they would all ask for it first. All groups are taken in turn if the most that a rank sends at a
+    time is then at most three quarters.
+    """
+    turned = [
+        [*each[turn:], *each[:turn]]
+        for each, turn in ((each, user % max(1, len(each))) for user, each in enumerate(groups))
+    ]
+    return turned if 4 * _most_sent(turned, rows) <= 3 * _most_sent(groups, rows) else groups
+
+
+def _most_sent(groups: list[Groups], rows: Sequence[dict[int, int]]) -> int:
+    sent: Counter[tuple[int, int]] = Counter()
+    for theirs, of_rank in zip(groups, rows, strict=True):
+        for number, owners in enumerate(theirs):
+            for owner in owners:
+                sent[owner, number] += of_rank.get(owner, 0)
+    return max(sent.values(), default=0)

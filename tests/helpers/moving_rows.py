@@ -47,7 +47,7 @@ def added(device: str, shape: tuple[int, int, int, int]) -> list[tuple[Tensor, T
         )
         parts.append(Part(theirs, rows, these))
     add_parts(expected, parts)
-    table = part_table(object(), _ROWS, runs, torch.device(device))
+    table = part_table(object(), _ROWS, runs, arena.device)
     add_from_arena(ours, arena, table, [0, heads * widths[0]], columns)
     return list(zip(ours, expected, strict=True))
 

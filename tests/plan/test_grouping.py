@@ -28,6 +28,7 @@ from ring_flash_attn.engine.entry import Options, make_problem
 from ring_flash_attn.engine.prepare import _plans, prepare
 from ring_flash_attn.kernels import base
 from ring_flash_attn.kernels.native.blocks import LibraryKernel
+from ring_flash_attn.plan import build
 from ring_flash_attn.plan import layout as layouts
 from ring_flash_attn.plan.build import make_plan
 from ring_flash_attn.plan.layout import get_layout, layout_names, register_layout
@@ -95,6 +96,26 @@ def test_groups_agree_with_the_oracle(
     for world_size, by_document in ((1, False), (2, True), (5, True), (8, False)):
         with order_of_buffers(by_document):
             actual = run(sample_of(form, mask), layout, world_size, sources_per_launch=sources)
+        check(actual, oracle_of(form, mask), 1e-12)
+
+
+@pytest.mark.parametrize("sources", [2, None])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", ["balanced", "zigzag", "stripe", "flat_contiguous"])
+def test_own_keys_first_and_last_agree_with_the_oracle(
+    layout: str,
+    form: str,
+    mask: str,
+    sources: int | None,
+    fresh_plans: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Work as little as this is split only here: any work, into blocks of 4 rows."""
+    monkeypatch.setattr(build, "_SPLIT_PAIRS", 1)
+    monkeypatch.setattr(build, "BLOCK", 4)
+    for world_size in (2, 5):
+        actual = run(sample_of(form, mask), layout, world_size, sources_per_launch=sources)
         check(actual, oracle_of(form, mask), 1e-12)
 
 
@@ -381,18 +402,21 @@ def test_a_rank_that_sends_nothing_takes_part_in_the_set_up(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("world_size", "tokens", "forward", "backward"),
     [
-        (8, 8192, [1, 3, 4], [1, 3, 3, 1]),
-        (8, 8193, [1, 1, 2, 2, 2], [1, 2, 2, 2, 1]),
-        (16, 100, [1, 3, 4, 4, 4], [1, 4, 4, 3, 3, 1]),
-        (64, 8192, [1] + [9] * 7, [1, 11, 11, 10, 10, 10, 10, 1]),
-        (64, 65536, [1, 1] + [2] * 31, [1] + [2] * 31 + [1]),
+        (8, 8192, [1, 3, 4], [1, 3, 4, 1]),
+        (8, 8193, [1, 1, 2, 2, 2], [1, 1, 2, 2, 2, 1]),
+        (16, 100, [1, 3, 4, 4, 4], [1, 3, 4, 4, 4]),
+        (64, 8192, [1] + [9] * 7, [1, 10, 10, 10, 11, 11, 11, 1]),
+        (64, 65536, [1, 1] + [2] * 31, [1, 1] + [2] * 31 + [1]),
         (66, 100, [1] * 66, [1] * 66),
     ],
 )
 def test_how_many_by_default(
     world_size: int, tokens: int, forward: list[int], backward: list[int]
 ) -> None:
-    """Few tokens make small launches; many ranks many, and at last too many connections."""
+    """Few tokens make small launches; many ranks many, and at last too many connections.
+
+    Backward, our own keys come first and last, unless that is little work.
+    """
     lengths = (tokens * world_size,)
     problem = make_problem("zigzag", "ring", lengths, lengths, world_size, Options(causal=True), 2)
     for direction, expected in ((False, forward), (True, backward)):

@@ -24,6 +24,7 @@ from ring_flash_attn.plan import build as planning
 from ring_flash_attn.plan.buffers import BufferPlan
 from ring_flash_attn.plan.build import (
     BY_NODES,
+    make_own_work,
     make_plan,
     make_work,
     register_route,
@@ -115,8 +116,7 @@ def launches_of(plan: Plan) -> list[Work]:
 @pytest.mark.parametrize("sources", [1, 2, 3, 4, 5, 7, 20])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 11])
 def test_a_launch_takes_as_many_sources_as_asked_for(world_size: int, sources: int) -> None:
-    """As few launches as possible, nearly equal, the smaller ones first; backward, the last one
-    takes a single source."""
+    """As few launches as possible, nearly equal, the smaller ones first."""
     lengths = (8 * world_size,)
     problem = Problem(get_layout("zigzag"), lengths, lengths, world_size, Mask(), 1, 1, sources)
     for backward in (False, True):
@@ -124,25 +124,63 @@ def test_a_launch_takes_as_many_sources_as_asked_for(world_size: int, sources: i
             own, *others = [len(work.keys) for work in launches_of(plan)]
             assert own == 1
             assert sum(others) == world_size - 1
-            if backward and others:
-                assert others.pop() == 1
-                others.reverse()
             assert others == sorted(others)
             assert len(others) == -(-sum(others) // sources)
             assert not others or others[0] >= others[-1] - 1
             assert max(others, default=0) <= sources
 
 
+@pytest.mark.parametrize("mask", [Mask(right=0), Mask(), Mask(2000, 0), Mask(300, 300)])
+@pytest.mark.parametrize("layout", ["balanced", "zigzag", "stripe", "contiguous"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(65536,), (9000, 300, 20000, 1500, 7000, 12000), (60000, 100, 5000), (500, 2500) * 10],
+)
+def test_a_third_of_our_own_keys_comes_first(
+    lengths: tuple[int, ...], layout: str, mask: Mask
+) -> None:
+    """Each row of keys is in one of the two launches, and both together are the one of all."""
+    problem = Problem(get_layout(layout), lengths, lengths, 8, mask, sources_per_launch=None)
+    for rank in range(8):
+        (whole,) = make_work(problem, rank, (rank,), (0, 1))
+        parts = make_own_work(problem, rank, (0, 1))
+        pairs = [int(work.tiles.pairs.sum()) for part in parts for work in part]
+        total = int(whole.tiles.pairs.sum())
+        assert sum(pairs) == total
+        if total < 1 << 20:
+            assert parts == ((whole,), ())
+            continue
+        (first,), (rest,) = parts
+        assert 0.2 <= pairs[0] / total <= 0.5
+        rows = [
+            {
+                n
+                for tile in work.tiles
+                for n in range(tile.key.start, tile.key.start + tile.key.length)
+            }
+            for work in (first, rest)
+        ]
+        assert min(rows[0]) > max(rows[1])
+        assert (first.queries, first.keys, first.cut) == ((rank,), (rank,), False)
+
+
 def test_seven_hops_by_four() -> None:
-    """3 + 4; backward 3 + 3 + 1."""
+    """3 + 4, both on their way before anything is computed; awaited one after the other."""
     lengths = (64,)
     problem = Problem(get_layout("stripe"), lengths, lengths, 8, Mask(), 1, 1, 4)
     plan = make_plan("ring", problem, 2)
     assert [work.keys for work in launches_of(plan)] == [(2,), (0, 1, 7), (3, 4, 5, 6)]
     arriving = [[t.source for t in step.transfers if t.target == 2] for step in plan.steps]
-    assert arriving == [[0, 1, 7], [3, 4, 5, 6], []]
+    assert arriving == [[0, 1, 7], [3, 4, 5, 6], [], []]
+    assert [len(step.work) for step in plan.steps] == [0, 1, 1, 1]
+    assert plan.arrivals == (1, 2, 3, 3)
     backward = make_plan("ring", problem, 2, backward=True)
-    assert [work.keys for work in launches_of(backward)] == [(2,), (0, 1, 7), (4, 5, 6), (3,)]
+    assert [work.keys for work in launches_of(backward)] == [(2,), (0, 1, 7), (3, 4, 5, 6)]
+    returning = [
+        [t.owner for t in step.transfers if t.payload is Payload.RESULT and t.source == 2]
+        for step in backward.steps
+    ]
+    assert returning == [[], [], [], [0, 1, 7], [3, 4, 5, 6]]
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

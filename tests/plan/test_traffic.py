@@ -289,23 +289,34 @@ def test_the_count_of_keys_is_exact_or_near() -> None:
             assert abs(received[user].get(owner, 0) - rows) <= error * 40 + error * rows
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["forward", "backward"])
-def test_groups_are_even_or_filled_up(last: bool) -> None:
-    """As many sources in each group, if that is not too much; else as many as fit.
-
-    Forward from the end, backward from the start, where the last one is alone.
-    """
-    alone = [[9]] if last else []
-    owners = [1, 2, 3, 4, 5, *([9] if last else [])]
+def test_groups_are_even_or_filled_up() -> None:
+    """As many sources in each group, if that is not too much; else as many as fit, from the end."""
 
     def groups(most: int, rows: dict[int, int], count: int) -> list[list[int]] | None:
-        found = groups_of_sources.within(most, rows, owners, count, last)
-        return None if found is None else [sorted(group) for group in found]
+        return groups_of_sources.within(most, rows, [1, 2, 3, 4, 5], count)
 
-    even = [[1, 2, 3], [4, 5]] if last else [[1, 2], [3, 4, 5]]
-    assert groups(30, dict.fromkeys(owners, 10), 2) == even + alone
+    assert groups(30, dict.fromkeys(range(1, 6), 10), 2) == [[1, 2], [3, 4, 5]]
     rows = {2: 50, 3: 20, 4: 30, 5: 10}
     assert groups(50, rows, 2) is None
-    filled = [[1, 2], [3, 4], [5]] if last else [[1, 2], [3], [4, 5]]
-    assert groups(50, rows, 3) == filled + alone
-    assert groups(10, {}, 1) == [[1, 2, 3, 4, 5], *alone]
+    found = groups(50, rows, 3)
+    assert found is not None
+    assert [sorted(group) for group in found] == [[1, 2], [3], [4, 5]]
+    assert groups(10, {}, 1) == [[1, 2, 3, 4, 5]]
+
+
+def test_groups_are_taken_in_turn_where_all_ask_one_rank_first() -> None:
+    """Ranks 0 to 3 need as much of 4, 5 and 6: one of them begins with each."""
+    rows = [dict.fromkeys((4, 5, 6), 10)] * 4 + [{}] * 3
+    groups = [[[4], [5], [6]]] * 4 + [[[], [], []]] * 3
+    found = groups_of_sources.in_turn(groups, rows)
+    assert [each[0] for each in found[:4]] == [[4], [5], [6], [4]]
+    assert all(sorted(each) == [[4], [5], [6]] for each in found[:4])
+
+
+def test_groups_stay_in_order_where_that_is_even() -> None:
+    """Each rank gets as much of the two below it: nobody sends more in any other order."""
+    ranks = range(6)
+    rows = [{(rank - 1) % 6: 10, (rank - 2) % 6: 10} for rank in ranks]
+    groups = [[[(rank - 1) % 6], [(rank - 2) % 6]] for rank in ranks]
+    assert groups_of_sources.in_turn(groups, rows) is groups
+    assert groups_of_sources.in_turn([[], []], [{}, {}]) == [[], []]

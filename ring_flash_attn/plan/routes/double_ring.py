@@ -79,7 +79,7 @@ def _parts(hops: list[int], groups: int) -> list[list[int]]:
     single rank, as on the ring.
     """
     if not groups:
-        return [part for part in split(hops, 1, last=True) if part] or [[]]
+        return [part for part in (hops[:-1], hops[-1:]) if part] or [[]]
     if groups == 1:
         return [[], hops] if hops else [[]]
     start = -(-len(hops) // 3)
@@ -99,7 +99,7 @@ def _groups(problem: Problem, nodes: list[Node], few: int) -> list[Groups]:
     sources = [[n for n in each if needs[number] & members[n]] for number, each in enumerate(below)]
     if most is not None:
         count = -(-max(map(len, sources)) // most)
-        return [split(each, count, last=False) for each in sources]
+        return [split(each, count) for each in sources]
     received = problem.received()
 
     def brings(user: int, sources: list[int]) -> dict[int, int]:
@@ -110,7 +110,7 @@ def _groups(problem: Problem, nodes: list[Node], few: int) -> list[Groups]:
         max((brings(user, each) for user in node), key=lambda found: sum(found.values()))
         for node, each in zip(nodes, sources, strict=True)
     ]
-    return by_size(sources, rows, _MANY_TOKENS, few, _MOST_TOKENS, last=False)
+    return by_size(sources, rows, _MANY_TOKENS, few, _MOST_TOKENS)
 
 
 def _below(nodes: list[Node], rank: int, hop: int) -> int:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from ..build import make_work, register_route
-from ..groups import LAUNCHES, Groups, by_size, split
+from ..build import make_own_work, make_work, register_route
+from ..groups import LAUNCHES, Groups, by_size, in_turn, split
 from ..problem import Problem
 from ..steps import Payload, Side, Step, Transfer, Work
 
@@ -102,7 +102,8 @@ def _leap(problem: Problem, rank: int, groups: Sequence[Groups], backward: bool)
     """Steps of `rank` when the keys of several ranks meet one launch; `groups` are all ranks'.
 
     While a step works on one group, the next arrives, straight from its owners. Gradients go
-    straight home in the step after their launch.
+    straight home in the step after their launch. Backward, our own keys come first and last: behind
+    a third of them the first group arrives, behind the rest the last gradients go home.
     """
     heads = problem.all_heads
     count = max(map(len, groups))
@@ -115,25 +116,28 @@ def _leap(problem: Problem, rank: int, groups: Sequence[Groups], backward: bool)
         ours = [Transfer.of_keys(payload, owner, rank, heads) for owner in groups[rank][number]]
         return ours + [Transfer.of_keys(payload, rank, user, heads) for user in users[number]]
 
-    steps = [Step((), make_work(problem, rank, (rank,), heads))]
-    for group in groups[rank]:
-        steps.append(Step((), make_work(problem, rank, sorted(group), heads, cut=True)))
+    launches = [make_work(problem, rank, sorted(group), heads, cut=True) for group in groups[rank]]
     if backward and count:
-        steps.append(Step())
-    moves: list[list[Transfer]] = [[] for _ in steps]
+        own, rest = make_own_work(problem, rank, heads)
+        launches = [own, *launches, rest]
+    else:
+        launches = [make_work(problem, rank, (rank,), heads), *launches]
+    ahead = int(count > 1)  # groups are under way while another is
+    launches = [()] * ahead + launches
+    moves: list[list[Transfer]] = [[] for _ in launches]
     for number in range(count):
         moves[number] += transfers(Payload.INPUT, number)
         if backward:
-            moves[number + 2] += transfers(Payload.RESULT, number)
-    return [Step(tuple(m), step.work) for m, step in zip(moves, steps, strict=True)]
+            moves[number + 2 + ahead] += transfers(Payload.RESULT, number)
+    return [Step(tuple(m), work, ahead) for m, work in zip(moves, launches, strict=True)]
 
 
 def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
     """All ranks' groups, as many on each; None: keys go from neighbour to neighbour.
 
-    The next ranks below come first. Groups are nearly equal, smaller ones first, as only the launch
-    on our own keys hides their way here. Backward, the last one is a single rank, as nothing hides
-    the way home of its gradients.
+    The next ranks below come first, unless one rank's keys would then go to too many at a time.
+    Groups are nearly equal, smaller ones first, as only the launch on our own keys hides their way
+    here.
     """
     if problem.sources_per_launch == 1:
         return None
@@ -143,16 +147,18 @@ def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
 def _make_groups(problem: Problem, backward: bool) -> list[Groups] | None:
     size, ranks, most = problem.world_size, range(problem.world_size), problem.sources_per_launch
     sources = [_sources(problem, rank) for rank in ranks]
-    last = backward and any(sources)
     if most is None:
         if _talk_to_many(sources) and not _detours(problem, sources):
             return None
         shard = -(-sum(problem.lengths_k) // size)
         # Half a shard more: those of some ranks are larger than the mean.
         limit = (4 if shard <= _FEW_TOKENS else 2) * shard + shard // 2
-        return by_size(sources, problem.received(), limit, LAUNCHES - 1, _MOST_TOKENS, last)
-    longest = max(map(len, sources)) - last
-    return [split(each, -(-longest // most), last) for each in sources]
+        few = LAUNCHES - 1 - backward  # beside our own keys, which take two launches backward
+        groups = by_size(sources, problem.received(), limit, few, _MOST_TOKENS)
+    else:
+        count = -(-max(map(len, sources)) // most)
+        groups = [split(each, count) for each in sources]
+    return in_turn(groups, problem.received())
 
 
 def _sources(problem: Problem, rank: int) -> list[int]:
