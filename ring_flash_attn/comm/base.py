@@ -24,14 +24,11 @@ class Transport(Protocol):
     """Moves tensors between the ranks of a group, one batch of messages at a time."""
 
     def post(self, messages: Sequence[Message]) -> None:
-        """Start all messages. Their tensors belong to the transport until they are awaited."""
+        """Start all messages. Their tensors belong to the transport until `wait` returns."""
         ...
 
-    def wait(self, keep: int = 0) -> None:
-        """Later work (of the current stream, on a GPU) sees what was posted as done.
-
-        But for the newest posts: so many stay under way.
-        """
+    def wait(self) -> None:
+        """Later work (of the current stream, on a GPU) sees what was posted as done."""
         ...
 
     def abandon(self, steps: Sequence[bool], drain: bool) -> None:
@@ -50,20 +47,21 @@ class VirtualTransport:
 
     def __init__(self, rank: int, mail: _Mail) -> None:
         self._rank, self._mail = rank, mail
-        self._expected: deque[list[Message]] = deque()  # of each post
+        self._expected: list[Message] = []
 
     def post(self, messages: Sequence[Message]) -> None:
-        self._expected.append([message for message in messages if message.receive])
         for message in messages:
-            if not message.receive:
+            if message.receive:
+                self._expected.append(message)
+            else:
                 self._mail.setdefault((self._rank, message.peer), deque()).append(message.tensor)
 
-    def wait(self, keep: int = 0) -> None:
-        while len(self._expected) > keep:
-            for message in self._expected.popleft():
-                sent = self._mail[message.peer, self._rank].popleft()
-                assert sent.shape == message.tensor.shape, "both ends name the same rows"
-                message.tensor.copy_(sent)
+    def wait(self) -> None:
+        for message in self._expected:
+            sent = self._mail[message.peer, self._rank].popleft()
+            assert sent.shape == message.tensor.shape, "both ends name the same rows"
+            message.tensor.copy_(sent)
+        self._expected.clear()
 
     def abandon(self, steps: Sequence[bool], drain: bool) -> None:
         """The mail goes with the call."""

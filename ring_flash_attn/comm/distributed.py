@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -212,25 +211,6 @@ def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: Process
         raise
 
 
-class _Posted(NamedTuple):
-    """A post that is under way."""
-
-    requests: list[Any]
-    arrivals: list[tuple[Tensor, Tensor]]  # (on the device, on the host)
-    sent: list[Tensor]  # host copies, alive until they are sent
-
-
-def _stage(message: Message, posted: _Posted) -> Tensor:
-    """A copy of a tensor on the host, or room for one."""
-    tensor = message.tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    if message.receive:
-        posted.arrivals.append((tensor, host))
-    else:
-        posted.sent.append(host.copy_(tensor))
-    return host
-
-
 class DistributedTransport:
     """This process's end of a group.
 
@@ -245,7 +225,9 @@ class DistributedTransport:
         made_by_torch = not self._gloo and type(group) is ProcessGroup
         self._coalesces = made_by_torch and group._get_backend(device).supports_coalescing
         self._staged = self._gloo and device.type != "cpu"
-        self._under_way: deque[_Posted] = deque()
+        self._requests: list[Any] = []
+        self._arrivals: list[tuple[Tensor, Tensor]] = []  # (on the device, on the host)
+        self._sent: list[Tensor] = []  # host copies, alive until they are sent
 
     def post(self, messages: Sequence[Message]) -> None:
         """Start all messages, receives first.
@@ -253,52 +235,54 @@ class DistributedTransport:
         What torch's batch_isend_irecv does; its checks of each message cost the host more than the
         messages. If one cannot be started, `abandon` finds the others.
         """
-        posted = _Posted([], [], [])
-        self._under_way.append(posted)
         there = [message for message in messages if message.tensor.numel()]
         there.sort(key=lambda message: not message.receive)
         if there and self._coalesces:
             self._group._start_coalescing(self._device)
             try:
                 for message in there:
-                    self._start(message, posted)
+                    self._start(message)
             finally:  # a group that stays open would swallow what users send next
                 together = self._group._end_coalescing(self._device)
-                posted.requests.extend([together] if together else [])  # None: nothing started
+                self._requests += [together] if together else []  # None: nothing was started
         else:
             for message in there:
-                posted.requests.append(self._start(message, posted))
+                self._requests.append(self._start(message))
         self._posted += 1
 
-    def _start(self, message: Message, posted: _Posted) -> dist.Work:
-        tensors = [_stage(message, posted) if self._staged else message.tensor]
+    def _start(self, message: Message) -> dist.Work:
+        tensors = [self._stage(message) if self._staged else message.tensor]
         start = self._group.recv if message.receive else self._group.send
         return start(tensors, message.peer, _TAG if self._gloo else 0)
 
-    def wait(self, keep: int = 0, timeout: timedelta | None = None) -> None:
-        """Make the current stream wait for what was posted; with gloo the host, up to a timeout.
+    def _stage(self, message: Message) -> Tensor:
+        tensor = message.tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        if message.receive:
+            self._arrivals.append((tensor, host))
+        else:
+            self._sent.append(host.copy_(tensor))
+        return host
 
-        What could not be awaited is still there.
-        """
-        while len(self._under_way) > keep:
-            posted = self._under_way[0]
-            for request in posted.requests:
-                if timeout is not None and self._gloo:
-                    request.wait(timeout)
-                else:
-                    request.wait()
-            for tensor, host in posted.arrivals:
-                tensor.copy_(host)  # from pinned memory; returns when the copy is done
-            self._under_way.popleft()
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Make the current stream wait for what was posted; with gloo the host, up to a timeout."""
+        for request in self._requests:
+            if timeout is not None and self._gloo:
+                request.wait(timeout)
+            else:
+                request.wait()
+        for tensor, host in self._arrivals:
+            tensor.copy_(host)  # from pinned memory; returns when the copy is done
+        self._requests, self._arrivals, self._sent = [], [], []
 
     def abandon(self, steps: Sequence[bool], drain: bool) -> None:
         """Where other ranks may wait for messages that will not come, the next call asks them."""
         if not any(steps):
             return
-        under_way = any(posted.requests for posted in self._under_way)
+        under_way = bool(self._requests)
         if drain:
             try:
-                self.wait(timeout=min(_DRAIN, group_timeout(self._group) / 4))
+                self.wait(min(_DRAIN, group_timeout(self._group) / 4))
                 under_way = False
             except RuntimeError:
                 pass

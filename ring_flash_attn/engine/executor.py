@@ -176,15 +176,14 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """For the messages of some steps, but not for the newest posts."""
+    """For the messages of a step."""
 
-    steps: tuple[int, ...]
+    step: int
     moves: bool  # there are any, or copies in place
-    keep: int  # posts that stay under way
 
     def run(self, run: Executor) -> None:
         with span(_wait_name, run.rank, self):
-            run.transport.wait(self.keep)
+            run.transport.wait()
 
 
 class Copy(NamedTuple):
@@ -426,8 +425,7 @@ def _whose(step: Step, rank: int) -> str:
 
 
 def _wait_name(rank: int, wait: Wait) -> str:
-    steps = f"step{'s' * (len(wait.steps) > 1)} {', '.join(map(str, wait.steps))}"
-    return f"rank {rank} waits for the transfers of {steps}" if wait.moves else ""
+    return f"rank {rank} waits for the transfers of step {wait.step}" if wait.moves else ""
 
 
 def _post_name(rank: int, number: int, messages: Sequence[Message]) -> str:

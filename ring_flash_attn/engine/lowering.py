@@ -129,15 +129,6 @@ def lower(
     return Program(posts, launches, finishes, lowering.settle(), len(buffer_plan.own))
 
 
-class _Posted:
-    """What a step has posted, until it is awaited."""
-
-    def __init__(self) -> None:
-        self.arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
-        self.packed: dict[Packing, Buffers] = {}  # messages whose rows lie apart
-        self.unpacked: list[Move] = []  # of each packing that arrives, one
-
-
 class _Lowering:
     """Goes through the steps of a plan, and notes what there is to do and which buffers it takes.
 
@@ -161,15 +152,16 @@ class _Lowering:
         self._begun: set[tuple[Side, Heads]] = set()
         self._keys = {key: number for number, key in enumerate(buffer_plan.own)}
         self._brought: set[int] = set()
-        self._posted = _Posted()
-        self._under_way: list[tuple[int, _Posted]] = []  # what is awaited at the end of which step
+        self._arrivals: list[tuple[Move, Buffers]] = []  # results, in the order of their shards
+        self._packed: dict[Packing, Buffers] = {}  # messages of this step whose rows lie apart
+        self._unpacked: list[Move] = []  # of each packing that arrives, one
+        self._sums: dict[object, tuple[Places, list[Added]]] = {}  # what this step adds to what
         self._written: set[Slot] = set()  # final results that launches write themselves
 
     # Steps.
 
     def post(self, number: int) -> Actions:
-        self._step, self._posted = number, _Posted()
-        self._under_way.append((self._plan.plan.arrivals[number], self._posted))
+        self._step = number
         messages, stays = [], []
         for move in self._plan.moves[number]:
             transfer = move.transfer
@@ -192,36 +184,27 @@ class _Lowering:
         return self._taken()
 
     def finish(self, number: int) -> Actions:
-        """Await the transfers that are due; add up results; give buffers back."""
-        due = [posted for end, posted in self._under_way if end <= number]
-        steps = range(number + 1 - len(self._under_way), number + 1)
-        self._under_way = self._under_way[len(due) :]
-        awaited = steps[: len(due)]
-        moves = any(self._plan.moves[step] for step in awaited)
-        self._actions.append(Wait(tuple(awaited), moves, keep=len(self._under_way)))
-        for posted in due:
-            self._take_in(posted)
+        """Await the transfers of a step; add up results; give buffers back."""
+        self._actions.append(Wait(number, bool(self._plan.moves[number])))
+        for move in self._unpacked:
+            assert move.packing is not None
+            whole, arrived = self._buffer(move.slot), self._packed[move.packing]
+            self._actions.append(
+                Copy(self._rows_of(whole), self._rows_of(arrived), at=move.packing, stored=True)
+            )
+        for move, buffers in self._arrivals:
+            self._add(move, buffers)
+        self._actions += [AddParts(ours, tuple(parts)) for ours, parts in self._sums.values()]
+        for buffers in self._packed.values():
+            self._give_back(buffers)
+        for each in (self._unpacked, self._arrivals, self._packed, self._sums):
+            each.clear()
         for slot in self._plan.last_use.get(number, ()):
             self._give_back(self._slots.pop(slot, ()))
         for key, (_, last) in self._plan.own.items():
             if last == number:
                 self._actions.append(PutAway(self._keys[key]))
         return self._taken()
-
-    def _take_in(self, posted: _Posted) -> None:
-        """Bring rows to their places, and add up results."""
-        for move in posted.unpacked:
-            assert move.packing is not None
-            whole, arrived = self._buffer(move.slot), posted.packed[move.packing]
-            self._actions.append(
-                Copy(self._rows_of(whole), self._rows_of(arrived), at=move.packing, stored=True)
-            )
-        sums: dict[object, tuple[Places, list[Added]]] = {}  # what is added to what
-        for move, buffers in posted.arrivals:
-            self._add(move, buffers, sums)
-        self._actions += [AddParts(ours, tuple(parts)) for ours, parts in sums.values()]
-        for buffers in posted.packed.values():
-            self._give_back(buffers)
 
     def settle(self) -> tuple[tuple[torch.dtype, int], ...]:
         """Give every view its place; returns dtypes and sizes of the arenas."""
@@ -329,9 +312,9 @@ class _Lowering:
         transfer = move.transfer
         at_home = transfer.payload is Payload.INPUT and transfer.owner == self._rank
         if move.packing is not None:
-            if move.packing not in self._posted.packed:
-                self._posted.packed[move.packing] = self._pack(move, at_home)
-            return self._rows_of(self._posted.packed[move.packing], (move.place,))
+            if move.packing not in self._packed:
+                self._packed[move.packing] = self._pack(move, at_home)
+            return self._rows_of(self._packed[move.packing], (move.place,))
         if not at_home:
             return self._rows_of(self._buffer(move.slot), move.of_slot)
         if not move.of_shard:
@@ -372,14 +355,14 @@ class _Lowering:
             buffers = self._take(
                 transfer.payload, transfer.side, move.rows, transfer.heads, transfer.cut
             )
-            self._posted.arrivals.append((move, buffers))
+            self._arrivals.append((move, buffers))
             return self._rows_of(buffers)
         if move.packing is None:
             return self._rows_of(self._buffer(move.slot), move.of_slot)
-        if move.packing not in self._posted.packed:
-            self._posted.packed[move.packing] = self._take_packed(move)
-            self._posted.unpacked.append(move)
-        return self._rows_of(self._posted.packed[move.packing], (move.place,))
+        if move.packing not in self._packed:
+            self._packed[move.packing] = self._take_packed(move)
+            self._unpacked.append(move)
+        return self._rows_of(self._packed[move.packing], (move.place,))
 
     def _pack(self, move: Move, at_home: bool) -> Buffers:
         """Gather the rows of all messages that leave our own shard, or a buffer, in this step."""
@@ -393,9 +376,7 @@ class _Lowering:
             self._actions.append(Copy(self._rows_of(buffers), whole, taken=packing, stored=True))
         return buffers
 
-    def _add(
-        self, move: Move, buffers: Buffers, sums: dict[object, tuple[Places, list[Added]]]
-    ) -> None:
+    def _add(self, move: Move, buffers: Buffers) -> None:
         """Results of others have arrived: add ours, or pass them on if we have none.
 
         Those that are final take their places.
@@ -412,7 +393,7 @@ class _Lowering:
         elif transfer.cut:  # always ours, or what we relay
             relayed = transfer.owner != self._rank
             target = move.slot if relayed else home
-            _, parts = sums.setdefault(target, (self._held(move), []))
+            _, parts = self._sums.setdefault(target, (self._held(move), []))
             at = Packing(move.of_slot if relayed else move.of_shard)
             parts.append(Added(self._seen(buffers), at))
         elif transfer.owner == self._rank:

@@ -79,8 +79,8 @@ class BufferPlan:
             for whom they are relayed.
         moves: those of each step.
         last_use: after which step each buffer is free again.
-        own: of our own shards, the rows that we send as they lie, from first to last, and the step
-            at whose end they have left.
+        own: of our own shards, the rows that we send as they lie, from first to last, and the last
+            step in which we do.
         begins: for each side, whether the first launches on this rank's own results name every row
             of every head, before anything else is added.
         final: for each side, whether this rank's own results arrive FINAL, and then whether that is
@@ -254,7 +254,7 @@ class BufferPlan:
 
     def _find_own(self) -> dict[tuple[Side, Heads], tuple[slice, int]]:
         rank, found = self.plan.rank, dict[tuple[Side, Heads], tuple[slice, int]]()
-        for number, moves in zip(self.plan.arrivals, self.moves, strict=True):
+        for number, moves in enumerate(self.moves):
             for move in moves:
                 t, rows = move.transfer, move.of_shard
                 ours = t.payload is Payload.INPUT and rank == t.owner == t.source != t.target
@@ -267,18 +267,17 @@ class BufferPlan:
 
     def _find_last_use(self) -> dict[int, list[Slot]]:
         last: dict[Slot, int] = {}
-        sent = self.plan.arrivals
         for number, step in enumerate(self.plan.steps):
             for work in step.work:
                 for side in Side:
                     last[Slot(Payload.INPUT, side, work.owners(side), work.heads)] = number
             for move in self.moves[number]:
                 if move.transfer.source == self.plan.rank:
-                    last[move.slot] = sent[number]
+                    last[move.slot] = number
                     if move.transfer.payload is Payload.FINAL:  # what was rounded for it
-                        last[move.slot._replace(payload=Payload.RESULT)] = sent[number]
+                        last[move.slot._replace(payload=Payload.RESULT)] = number
                     if move.relay is not None:
-                        last[move.relay] = sent[number]
+                        last[move.relay] = number
         slots = defaultdict(list)
         for slot, number in last.items():
             slots[number].append(slot)

@@ -74,7 +74,7 @@ def _finished(problem: Problem, rank: int, steps: Sequence[Step]) -> Plan:
     _, found, covered = problem.remember(key, lambda: (launches, *_marked(launches, merged, rank)))
     marked = iter(found)
     in_order = tuple(
-        Step(tuple(sorted(step.transfers)), tuple(next(marked) for _ in step.work), step.awaited)
+        Step(tuple(sorted(step.transfers)), tuple(next(marked) for _ in step.work))
         for step in steps
     )
     size = problem.size(Side.QUERY, rank) * problem.nheads_k

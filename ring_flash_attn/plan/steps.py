@@ -113,15 +113,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Transfers are posted, the work is done while they are under way, then they are awaited.
-
-    Or they are awaited so many steps later, after those before them, and at the latest at the end
-    of the last step.
-    """
+    """Transfers are posted, the work is done while they are under way, then they are awaited."""
 
     transfers: tuple[Transfer, ...] = ()
     work: tuple[Work, ...] = ()
-    awaited: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +130,6 @@ class Plan:
     rank: int
     steps: tuple[Step, ...]
     complete: bool
-
-    @property
-    def arrivals(self) -> tuple[int, ...]:
-        """Of each step, the one at whose end its transfers are awaited."""
-        last = len(self.steps) - 1
-        return tuple(min(number + step.awaited, last) for number, step in enumerate(self.steps))
 
     @property
     def pairs(self) -> int:

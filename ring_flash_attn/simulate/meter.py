@@ -38,7 +38,6 @@ class Meter(TorchDispatchMode):
         self.gpu = gpu
         self.stages: list[Stage] = []
         self.launches = 0  # of the kernel
-        self._awaited = 0  # posts
         self._seconds = 0.0  # since the last post or wait
 
     def __torch_dispatch__(
@@ -79,13 +78,9 @@ class Meter(TorchDispatchMode):
         received = tuple((m.peer, m.tensor.nbytes) for m in messages if m.receive)
         self.stages.append(Stage(0.0, sent, received, before=before))
 
-    def wait(self, keep: int = 0) -> None:
+    def wait(self) -> None:
         """What was done since the post is the work of its stage."""
-        last = len(self.stages) - 1
         self.stages[-1] = replace(self.stages[-1], compute=self._taken())
-        for number in range(self._awaited, last + 1 - keep):
-            self.stages[number] = replace(self.stages[number], awaited=last - number)
-        self._awaited = last + 1 - keep
 
     def abandon(self, steps: Sequence[bool], drain: bool) -> None:
         """Nobody else is there."""

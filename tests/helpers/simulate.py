@@ -92,22 +92,13 @@ class Simulation:
         """Walk all plans; AssertionError where a rank uses what it does not have."""
         lengths = {len(plan.steps) for plan in self.plans}
         assert len(lengths) == 1, "every rank has as many steps"
-        under_way: dict[tuple[int, int], list[tuple[Transfer, Counter[Contribution]]]] = {}
         for number in range(lengths.pop()):
-            for plan in self.plans:
-                due = plan.arrivals[number]
-                assert list(plan.arrivals) == sorted(plan.arrivals), "awaited in order"
-                under_way.setdefault((plan.rank, due), [])
-            for transfer, content in self._post(number):
-                due = self.plans[transfer.target].arrivals[number]
-                under_way[transfer.target, due].append((transfer, content))
+            under_way = self._post(number)
             for plan in self.plans:
                 for work in plan.steps[number].work:
                     self._launch(plan.rank, work)
-            for plan in self.plans:
-                for transfer, content in under_way.pop((plan.rank, number), ()):
-                    self._arrive(transfer, content)
-        assert not under_way
+            for transfer, content in under_way:
+                self._arrive(transfer, content)
         left = [(rank, parcel) for rank, sums in enumerate(self.sums) for parcel in sums]
         assert not left, f"results that never went home: {left}"
 
@@ -324,7 +315,7 @@ def useless_inputs(plans: list[Plan]) -> list[Transfer]:
     """INPUT transfers after which the target neither launches with the shard nor passes it on."""
     found = []
     for plan in plans:
-        for number, step in zip(plan.arrivals, plan.steps, strict=True):
+        for number, step in enumerate(plan.steps):
             later = plan.steps[number + 1 :]
             used = {
                 (side, owner, work.heads, ())

@@ -159,22 +159,20 @@ def test_a_third_of_our_own_keys_comes_first(
 
 
 def test_seven_hops_by_four() -> None:
-    """3 + 4, both on their way before anything is computed; awaited one after the other."""
+    """3 + 4; backward, gradients go home in the step after their launch."""
     lengths = (64,)
     problem = Problem(get_layout("stripe"), lengths, lengths, 8, Mask(), 1, 1, 4)
     plan = make_plan("ring", problem, 2)
     assert [work.keys for work in launches_of(plan)] == [(2,), (0, 1, 7), (3, 4, 5, 6)]
     arriving = [[t.source for t in step.transfers if t.target == 2] for step in plan.steps]
-    assert arriving == [[0, 1, 7], [3, 4, 5, 6], [], []]
-    assert [len(step.work) for step in plan.steps] == [0, 1, 1, 1]
-    assert plan.arrivals == (1, 2, 3, 3)
+    assert arriving == [[0, 1, 7], [3, 4, 5, 6], []]
     backward = make_plan("ring", problem, 2, backward=True)
     assert [work.keys for work in launches_of(backward)] == [(2,), (0, 1, 7), (3, 4, 5, 6)]
     returning = [
         [t.owner for t in step.transfers if t.payload is Payload.RESULT and t.source == 2]
         for step in backward.steps
     ]
-    assert returning == [[], [], [], [0, 1, 7], [3, 4, 5, 6]]
+    assert returning == [[], [], [0, 1, 7], [3, 4, 5, 6]]
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

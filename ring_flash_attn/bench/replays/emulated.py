@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -309,19 +308,18 @@ class ReplayTransport:
 
     def __init__(self, others: EmulatedRanks) -> None:
         self._others, self._posts = others, 0
-        self._waits: deque[dict[str, Wait]] = deque()  # of each post
+        self._waits: dict[str, Wait] = {}
 
     def post(self, messages: Sequence[Message]) -> None:
-        self._waits.append(self._others.post(messages, self._posts) if messages else {})
+        if messages:
+            self._waits |= self._others.post(messages, self._posts)
         self._posts += 1
 
-    def wait(self, keep: int = 0) -> None:
-        """Wait for the last of these posts on each level, and so for those before it."""
-        last: dict[str, Wait] = {}
-        while len(self._waits) > keep:
-            last |= self._waits.popleft()
-        for wait in last.values():
+    def wait(self) -> None:
+        """Wait for the last post of each level, and so for those before it."""
+        for wait in self._waits.values():
             wait()
+        self._waits.clear()
 
     def abandon(self, steps: Sequence[bool], drain: bool) -> None:
         """Nobody else is there."""

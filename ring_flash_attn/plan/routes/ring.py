@@ -122,14 +122,12 @@ def _leap(problem: Problem, rank: int, groups: Sequence[Groups], backward: bool)
         launches = [own, *launches, rest]
     else:
         launches = [make_work(problem, rank, (rank,), heads), *launches]
-    ahead = int(count > 1)  # groups are under way while another is
-    launches = [()] * ahead + launches
     moves: list[list[Transfer]] = [[] for _ in launches]
     for number in range(count):
         moves[number] += transfers(Payload.INPUT, number)
         if backward:
-            moves[number + 2 + ahead] += transfers(Payload.RESULT, number)
-    return [Step(tuple(m), work, ahead) for m, work in zip(moves, launches, strict=True)]
+            moves[number + 2] += transfers(Payload.RESULT, number)
+    return [Step(tuple(m), work) for m, work in zip(moves, launches, strict=True)]
 
 
 def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
