@@ -29,6 +29,7 @@ Item = tuple[float, int, int, int, float]  # pairs for each token, a slice, its 
 BLOCK = 128  # rows of a kernel's block: a slice costs as much as its blocks
 SHORT = 4 * BLOCK  # tokens; shorter documents cost more than their pairs, so all ranks get some
 SMALL = 16  # provided that so many of them fit into a rank
+LONG = 3  # times a rank's pairs: a longer document gives from both ends
 CLOSE = 0.002  # by how much of its share a rank's pairs may be off, where that saves something
 _CAUSAL = ((Mask(right=0), 1),)
 _OF_NODES = re.compile(r"Balanced\(ranks_per_node=([1-9]\d*)\)")
@@ -149,11 +150,13 @@ def place(
     step = ranks_per_node or world_size
     nodes = [sizes[first : first + step] for first in range(0, world_size, step)]
     held = [[(document, 0, length) for document, length in enumerate(lengths) if length]]
+    causal = any(mask.left is None and mask.right is not None for mask, _ in masks)
     if len(nodes) > 1:
-        held = _divide(held[0], [sum(node) for node in nodes], [len(node) for node in nodes], price)
+        of_nodes = [sum(node) for node in nodes], [len(node) for node in nodes]
+        held = _divide(held[0], *of_nodes, price, causal)
     found: list[list[Slice]] = []
     for slices, node in zip(held, nodes):
-        found += _divide(slices, node, [1] * len(node), price)
+        found += _divide(slices, node, [1] * len(node), price, causal)
     return [_merged(sorted(slices)) for slices in found]
 
 
@@ -186,7 +189,11 @@ def _priced(lengths: Sequence[int], masks: Sequence[tuple[Mask, float]]) -> Pric
 
 
 def _divide(
-    slices: Sequence[Slice], sizes: Sequence[int], ranks: Sequence[int], price: Price
+    slices: Sequence[Slice],
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    price: Price,
+    causal: bool,
 ) -> list[list[Slice]]:
     """Slices for parts of so many tokens; a part's share of the pairs is that of its ranks."""
     found: list[list[Slice]] = [[] for _ in sizes]
@@ -194,7 +201,7 @@ def _divide(
     works = [0.0] * len(sizes)
     if len(set(ranks)) == 1:
         slices = _deal(slices, sizes, first, price, found, works)
-    pool = _Pool(slices, price)
+    pool = _Pool(slices, price, causal)
     for part in range(first, len(sizes)):
         share = (pool.work + sum(works[part:])) * ranks[part] / sum(ranks[part:])
         tokens = sizes[part] - sum(stop - start for _, start, stop in found[part])
@@ -292,8 +299,8 @@ class _Mix(NamedTuple):
 class _Pool:
     """What nobody holds yet, by pairs for each token."""
 
-    def __init__(self, slices: Iterable[Slice], price: Price) -> None:
-        self.price = price
+    def __init__(self, slices: Iterable[Slice], price: Price, causal: bool) -> None:
+        self.price, self._causal = price, causal
         self.items = sorted(self._item(*each) for each in slices)
         self.work = sum(each[4] for each in self.items)
 
@@ -305,9 +312,37 @@ class _Pool:
         """Remove so many tokens with so many pairs."""
         self._low = _sums(self.items, tokens)
         self._high = _sums(reversed(self.items), tokens)
-        dense = _solve(lambda n: self._dense(n) + self._sparse(tokens - n), tokens, work)
-        mixes = [_Mix(tokens - dense, dense), *self._aligned(tokens, dense, work)]
+        mixes = list(self._of_both_ends(tokens, work))
+        if not mixes:
+            dense = _solve(lambda n: self._dense(n) + self._sparse(tokens - n), tokens, work)
+            mixes = [_Mix(tokens - dense, dense), *self._aligned(tokens, dense, work)]
         return self._remove(min(mixes, key=self._cost))
+
+    def _of_both_ends(self, tokens: int, work: float) -> Iterator[_Mix]:
+        """Mixes with as much of the start of a long item as of its end; none if it is not long."""
+        _, document, start, stop, pairs = self.items[-1] if self.items else (0, 0, 0, 0, 0)
+        if not self._causal or pairs <= LONG * work:
+            return
+
+        def ends(front: int, back: int) -> float:
+            last = self.price(document, stop - back, stop)
+            return self.price(document, start, start + front) + last
+
+        most = min(tokens, stop - start) // 2
+        size = _solve(lambda n: ends(n, n) + self._sparse(tokens - 2 * n), most, work)
+        if bisect_left(self._low[0], tokens - 2 * size) >= len(self.items):
+            return  # there is not so much else
+        if abs(ends(size, size) + self._sparse(tokens - 2 * size) - work) <= CLOSE * work:
+            yield _Mix(tokens - 2 * size, size, front=size)
+        odd = size % BLOCK
+        size -= odd
+        for front, back in ((size + BLOCK, size), (size, size + BLOCK), (size, size)):
+            rest, base = tokens - front - back, ends(front, back)
+            if odd and size and rest >= 0 and base <= work:
+                mixes = list(self._with_middle(rest, base, work, _Mix(0, back, front=front)))
+                yield from mixes
+                if mixes:
+                    return
 
     def _sparse(self, tokens: int) -> float:
         """Pairs of the first tokens."""
@@ -340,6 +375,27 @@ class _Pool:
         # Fewer tokens there, and an item of the middle instead of some of the sparse end.
         dense -= odd
         rest, base = tokens - dense, self._dense(dense)
+        yield from self._with_middle(rest, base, work, _Mix(0, dense), last)
+
+        # More tokens there, and the start of the same item instead of some of the sparse end.
+        dense += BLOCK
+        most = min(tokens - dense, stop - start - dense + before)
+        if most <= 0:
+            return
+        rest, base = tokens - dense, self._dense(dense)
+
+        def twice(tokens: int) -> float:
+            return -base - self.price(document, start, start + tokens) - self._sparse(rest - tokens)
+
+        if bisect_left(self._low[0], rest) <= len(self.items) - last:
+            front = _solve(twice, most, -work)
+            if abs(twice(front) + work) <= CLOSE * work:
+                yield _Mix(rest - front, dense, front=front)
+
+    def _with_middle(
+        self, rest: int, base: float, work: float, mix: _Mix, last: int = 1
+    ) -> Iterator[_Mix]:
+        """A mix whose `last` items have `base` pairs; the rest: one in between, sparse ones."""
         middle = range(bisect_left(self._low[0], rest), len(self.items) - last)
 
         def instead(index: int) -> float:
@@ -356,22 +412,7 @@ class _Pool:
             if abs(instead(index) - work) > CLOSE * work:
                 size = _solve(partly, min(size, rest), work)
             if abs(partly(size) - work) <= CLOSE * work:
-                yield _Mix(rest - size, dense, index, size)
-
-        # More tokens there, and the start of the same item instead of some of the sparse end.
-        dense += BLOCK
-        most = min(tokens - dense, stop - start - dense + before)
-        if most <= 0:
-            return
-        rest, base = tokens - dense, self._dense(dense)
-
-        def twice(tokens: int) -> float:
-            return -base - self.price(document, start, start + tokens) - self._sparse(rest - tokens)
-
-        if bisect_left(self._low[0], rest) <= len(self.items) - last:
-            front = _solve(twice, most, -work)
-            if abs(twice(front) + work) <= CLOSE * work:
-                yield _Mix(rest - front, dense, front=front)
+                yield mix._replace(sparse=rest - size, middle=index, between=size)
 
     def _cost(self, mix: _Mix) -> float:
         """Of what is cut, in pairs: rows that fill up blocks, and what has to be fetched."""

@@ -29,7 +29,7 @@ from .columns import (
 )
 from .tiles import FAR, Mask, seen_rows
 
-_COUNTED = 1 << 17  # spans, for an estimate
+_COUNTED = 1 << 18  # spans, for an estimate
 _AT_ONCE = 1 << 20  # pairs
 _NOWHERE = 2 * FAR - 1  # beyond all limits
 
