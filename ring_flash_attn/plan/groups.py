@@ -37,21 +37,39 @@ def by_size(
 
 
 def within(most: int, rows: dict[int, int], owners: list[int], count: int) -> Groups | None:
-    """At most so many rows in each of `count` groups; None if they do not fit."""
-    even = split(owners, count)
-    if all(sum(rows.get(owner, 0) for owner in group) <= most for group in even):
-        return even
-    filled: Groups = []
+    """At most so many rows in each of `count` groups; None if they do not fit.
+
+    The first group has half as many as the others, as there is least to hide its way behind. If
+    that is too much for the others, all have as many owners; or they are filled up from the end.
+    """
+    total = sum(rows.get(owner, 0) for owner in owners)
+    small_first = _from_the_end(rows, owners, 2 * total / (2 * count - 1), count, 0.5)
+    for groups in (small_first, split(owners, count)):
+        if all(sum(rows.get(owner, 0) for owner in group) <= most for group in groups):
+            return groups
+    filled = _from_the_end(rows, owners, most, len(owners), 1.0)
+    while len(filled) > count and not filled[0]:
+        del filled[0]
+    return None if len(filled) > count else filled
+
+
+def _from_the_end(
+    rows: dict[int, int], owners: list[int], wanted: float, count: int, part: float
+) -> Groups:
+    """Groups of about so many rows, the last one first; the first has what is left.
+
+    An owner goes to a group if this `part` of its rows does.
+    """
+    found: Groups = [[]]
     total = 0
     for owner in reversed(owners):
-        total += rows.get(owner, 0)
-        if not filled or total > most:
-            filled.append([])
-            total = rows.get(owner, 0)
-        filled[-1].append(owner)
-    if len(filled) > count:
-        return None
-    return filled[::-1] + [[]] * (count - len(filled))  # the first one is the smallest
+        size = rows.get(owner, 0)
+        if found[0] and total + part * size > wanted and len(found) < count:
+            found.insert(0, [])
+            total = 0
+        found[0].append(owner)
+        total += size
+    return [[]] * (count - len(found)) + found
 
 
 def split(owners: list[int], count: int) -> Groups:
@@ -66,21 +84,8 @@ def split(owners: list[int], count: int) -> Groups:
     return [owners[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
-def in_turn(groups: list[Groups], rows: Sequence[dict[int, int]]) -> list[Groups]:
-    """Each rank begins with another group, where a rank would send too much of its keys at a time.
-
-    Many ranks in a row need the start of a long document, which a few hold: in the order of ranks
-    they would all ask for it first. All groups are taken in turn if the most that a rank sends at a
-    time is then at most three quarters.
-    """
-    turned = [
-        [*each[turn:], *each[:turn]]
-        for each, turn in ((each, user % max(1, len(each))) for user, each in enumerate(groups))
-    ]
-    return turned if 4 * _most_sent(turned, rows) <= 3 * _most_sent(groups, rows) else groups
-
-
-def _most_sent(groups: list[Groups], rows: Sequence[dict[int, int]]) -> int:
+def most_sent(groups: list[Groups], rows: Sequence[dict[int, int]]) -> int:
+    """Rows that a rank sends for one group to all, where that is most."""
     sent: Counter[tuple[int, int]] = Counter()
     for theirs, of_rank in zip(groups, rows, strict=True):
         for number, owners in enumerate(theirs):

@@ -16,6 +16,7 @@ from ..plan.steps import Side
 _NODE = 64  # ranks: of more that exchange heads, only what the topology says
 _PIECES = 10_000  # spans of all ranks: each route and kernel would take seconds a rank
 _EACH = 32  # so many for each rank are never too many
+_MANY = 256  # ranks: beyond them, every layout takes the planner seconds
 _MOST_PIECES = 500_000  # of layouts that the user names: more would take minutes
 _SOURCES = (1, 2, 4, 8)  # sources_per_launch, besides the library's own choice
 Refused = tuple[Placement, str]  # and why
@@ -66,8 +67,8 @@ def _pieces(workload: Workload, placement: Placement) -> int:
 
 
 def _layouts(workload: Workload, world_size: int, topology: Topology) -> Iterator[str]:
-    """All; of one sequence flat layouts are those per document; of a pack on several nodes
-    "balanced" is one that knows them.
+    """All; of one sequence flat layouts are those per document; for a pack on several nodes also a
+    "balanced" that knows them, and of many ranks that one alone.
     """
     node = topology.ranks_per_node or world_size
     for name in layout_names():
@@ -76,7 +77,9 @@ def _layouts(workload: Workload, world_size: int, topology: Topology) -> Iterato
         if flat and len(workload.lengths) == 1:
             continue
         if name == Balanced().name and workload.packed and node < world_size:
-            name = Balanced(ranks_per_node=node).name
+            yield Balanced(ranks_per_node=node).name
+            if world_size > _MANY:
+                continue
         yield name
 
 

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Sequence
 
 from ..build import make_own_work, make_work, register_route
-from ..groups import LAUNCHES, Groups, by_size, in_turn, split
+from ..groups import LAUNCHES, Groups, by_size, most_sent, split
 from ..problem import Problem
 from ..steps import Payload, Side, Step, Transfer, Work
 
@@ -133,9 +133,9 @@ def _leap(problem: Problem, rank: int, groups: Sequence[Groups], backward: bool)
 def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
     """All ranks' groups, as many on each; None: keys go from neighbour to neighbour.
 
-    The next ranks below come first, unless one rank's keys would then go to too many at a time.
-    Groups are nearly equal, smaller ones first, as only the launch on our own keys hides their way
-    here.
+    The next ranks below come first. But many ranks in a row need the start of a long document,
+    which a few hold, and would all ask these at a time. So rank r begins at its r-th group, if the
+    most that a rank sends at a time is then at most three quarters.
     """
     if problem.sources_per_launch == 1:
         return None
@@ -143,20 +143,32 @@ def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
 
 
 def _make_groups(problem: Problem, backward: bool) -> list[Groups] | None:
-    size, ranks, most = problem.world_size, range(problem.world_size), problem.sources_per_launch
-    sources = [_sources(problem, rank) for rank in ranks]
-    if most is None:
-        if _talk_to_many(sources) and not _detours(problem, sources):
-            return None
-        shard = -(-sum(problem.lengths_k) // size)
-        # Half a shard more: those of some ranks are larger than the mean.
-        limit = (4 if shard <= _FEW_TOKENS else 2) * shard + shard // 2
-        few = LAUNCHES - 1 - backward  # beside our own keys, which take two launches backward
-        groups = by_size(sources, problem.received(), limit, few, _MOST_TOKENS)
-    else:
+    sources = [_sources(problem, rank) for rank in range(problem.world_size)]
+    many = problem.sources_per_launch is None and _talk_to_many(sources)
+    if many and not _detours(problem, sources):
+        return None
+    groups = _grouped(problem, sources, backward)
+    count = max(map(len, groups))
+    if count > 1:
+        starts = [rank % count * len(each) // count for rank, each in enumerate(sources)]
+        turned = [each[n:] + each[:n] for n, each in zip(starts, sources, strict=True)]
+        others, rows = _grouped(problem, turned, backward), problem.received()
+        if 4 * most_sent(others, rows) <= 3 * most_sent(groups, rows):
+            return others
+    return groups
+
+
+def _grouped(problem: Problem, sources: list[list[int]], backward: bool) -> list[Groups]:
+    """The sources of all ranks, in their order."""
+    most = problem.sources_per_launch
+    if most is not None:
         count = -(-max(map(len, sources)) // most)
-        groups = [split(each, count) for each in sources]
-    return in_turn(groups, problem.received())
+        return [split(each, count) for each in sources]
+    shard = -(-sum(problem.lengths_k) // problem.world_size)
+    # Half a shard more: those of some ranks are larger than the mean.
+    limit = (4 if shard <= _FEW_TOKENS else 2) * shard + shard // 2
+    few = LAUNCHES - 1 - backward  # beside our own keys, which take two launches backward
+    return by_size(sources, problem.received(), limit, few, _MOST_TOKENS)
 
 
 def _sources(problem: Problem, rank: int) -> list[int]:
