@@ -41,16 +41,16 @@ def within(most: int, rows: dict[int, int], owners: list[int], count: int) -> Gr
 
     The first group has half as many as the others, as there is least to hide its way behind. If
     that is too much for the others, all have as many owners; or they are filled up from the end.
+    Of few rows there are fewer groups: a quarter of `most` is worth a launch.
     """
     total = sum(rows.get(owner, 0) for owner in owners)
-    small_first = _from_the_end(rows, owners, 2 * total / (2 * count - 1), count, 0.5)
-    for groups in (small_first, split(owners, count)):
+    launches = min(count, max(1, -(-4 * total // most))) if most else count
+    small_first = _from_the_end(rows, owners, 2 * total / (2 * launches - 1), launches, 0.5)
+    for groups in (small_first, split(owners, launches)):
         if all(sum(rows.get(owner, 0) for owner in group) <= most for group in groups):
-            return groups
+            return groups + [[]] * (count - len(groups))
     filled = _from_the_end(rows, owners, most, len(owners), 1.0)
-    while len(filled) > count and not filled[0]:
-        del filled[0]
-    return None if len(filled) > count else filled
+    return None if len(filled) > count else filled + [[]] * (count - len(filled))
 
 
 def _from_the_end(
@@ -69,7 +69,7 @@ def _from_the_end(
             total = 0
         found[0].append(owner)
         total += size
-    return [[]] * (count - len(found)) + found
+    return found
 
 
 def split(owners: list[int], count: int) -> Groups:

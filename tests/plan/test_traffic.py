@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from functools import cache
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 import pytest
 
@@ -289,34 +289,46 @@ def test_the_count_of_keys_is_exact_or_near() -> None:
             assert abs(received[user].get(owner, 0) - rows) <= error * 40 + error * rows
 
 
-def test_groups_are_even_or_filled_up() -> None:
-    """As many sources in each group, if that is not too much; else as many as fit, from the end."""
+def test_the_first_group_is_half_as_large_or_all_are_even_or_filled_up() -> None:
+    """If the larger ones are too large, as many owners in each; else as many rows as fit."""
 
     def groups(most: int, rows: dict[int, int], count: int) -> list[list[int]] | None:
-        return groups_of_sources.within(most, rows, [1, 2, 3, 4, 5], count)
+        found = groups_of_sources.within(most, rows, [1, 2, 3, 4, 5], count)
+        return None if found is None else [sorted(group) for group in found]
 
-    assert groups(30, dict.fromkeys(range(1, 6), 10), 2) == [[1, 2], [3, 4, 5]]
+    tens = dict.fromkeys(range(1, 6), 10)
+    assert groups(40, tens, 2) == [[1, 2], [3, 4, 5]]
+    assert groups(20, tens, 3) == [[1], [2, 3], [4, 5]]
+    assert groups(100, {1: 10, 2: 20, 3: 10, 4: 30, 5: 30}, 2) == [[1, 2], [3, 4, 5]]
+    assert groups(30, {1: 20, 2: 10, 4: 20, 5: 10}, 2) == [[1, 2], [3, 4, 5]]
     rows = {2: 50, 3: 20, 4: 30, 5: 10}
     assert groups(50, rows, 2) is None
-    found = groups(50, rows, 3)
-    assert found is not None
-    assert [sorted(group) for group in found] == [[1, 2], [3], [4, 5]]
+    assert groups(50, rows, 3) == [[1, 2], [3], [4, 5]]
     assert groups(10, {}, 1) == [[1, 2, 3, 4, 5]]
 
 
-def test_groups_are_taken_in_turn_where_all_ask_one_rank_first() -> None:
-    """Ranks 0 to 3 need as much of 4, 5 and 6: one of them begins with each."""
-    rows = [dict.fromkeys((4, 5, 6), 10)] * 4 + [{}] * 3
-    groups = [[[4], [5], [6]]] * 4 + [[[], [], []]] * 3
-    found = groups_of_sources.in_turn(groups, rows)
-    assert [each[0] for each in found[:4]] == [[4], [5], [6], [4]]
-    assert all(sorted(each) == [[4], [5], [6]] for each in found[:4])
+def test_few_rows_are_one_group() -> None:
+    """A quarter of what a launch takes is worth a launch."""
+    for rows, launches in ((10, 1), (11, 2), (20, 2), (21, 3), (90, 3)):
+        found = groups_of_sources.within(40, {1: rows - 9, 2: 3, 3: 3, 4: 3}, [1, 2, 3, 4], 3)
+        assert found is None or sum(map(bool, found)) <= launches
+        if rows < 41:
+            assert found is not None
+            assert all(found[: sum(map(bool, found))])  # they come first
 
 
-def test_groups_stay_in_order_where_that_is_even() -> None:
-    """Each rank gets as much of the two below it: nobody sends more in any other order."""
-    ranks = range(6)
-    rows = [{(rank - 1) % 6: 10, (rank - 2) % 6: 10} for rank in ranks]
-    groups = [[[(rank - 1) % 6], [(rank - 2) % 6]] for rank in ranks]
-    assert groups_of_sources.in_turn(groups, rows) is groups
-    assert groups_of_sources.in_turn([[], []], [{}, {}]) == [[], []]
+@pytest.mark.parametrize(("layout", "turns"), [("contiguous", True), ("zigzag", False)])
+def test_ranks_begin_elsewhere_where_all_would_ask_one_first(layout: str, turns: bool) -> None:
+    """All need the start of a document, which lies on rank 0; in zigzag all send as much."""
+    lengths = (8192 * 16,)
+    problem = Problem(
+        get_layout(layout), lengths, lengths, 16, Mask(right=0), sources_per_launch=None
+    )
+    in_order = ring._grouped(problem, [ring._sources(problem, rank) for rank in range(16)], False)
+    groups = ring._groups(problem, backward=False)
+    assert groups is not None
+    most = [groups_of_sources.most_sent(each, problem.received()) for each in (groups, in_order)]
+    assert (2 * most[0] <= most[1]) is turns
+    assert (groups == in_order) is not turns
+    for found, expected in zip(groups, in_order, strict=True):
+        assert sorted(chain.from_iterable(found)) == sorted(chain.from_iterable(expected))
