@@ -123,7 +123,7 @@ def rank_and_size(group: Group | None) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def _is_gloo(group: ProcessGroup, device: torch.device) -> bool:
+def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
     """Whether the group would send tensors of this device through gloo."""
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":") for pair in str(config).split(",") if ":" in pair)
@@ -133,7 +133,7 @@ def _is_gloo(group: ProcessGroup, device: torch.device) -> bool:
 def share_seed(seed: Tensor, group: ProcessGroup, device: torch.device) -> Tensor:
     """The seed of the group's first rank, on `device`."""
     if dist.get_world_size(group) > 1:
-        where = torch.device("cpu") if _is_gloo(group, device) else device
+        where = torch.device("cpu") if is_gloo(group, device) else device
         seed = seed.to(where)
         dist.broadcast(seed, group=group, group_src=0)
     return seed.to(device)
@@ -141,7 +141,7 @@ def share_seed(seed: Tensor, group: ProcessGroup, device: torch.device) -> Tenso
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of all ranks' tensors, a new one."""
-    where = torch.device("cpu") if _is_gloo(group, x.device) else x.device
+    where = torch.device("cpu") if is_gloo(group, x.device) else x.device
     total = x.to(where, copy=True)
     if dist.get_world_size(group) > 1:
         agree((("call", "sum"), ("dtype", str(x.dtype)), ("shape", tuple(x.shape))), group)
@@ -151,7 +151,7 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
     """Every rank, before its first message: NCCL sets a group up at an operation of all ranks."""
-    if group not in _connected and not _is_gloo(group, device):
+    if group not in _connected and not is_gloo(group, device):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         _connected.add(group)
 
@@ -221,7 +221,7 @@ class DistributedTransport:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         meet_after_failure(group)
         self._group, self._device, self._posted = group, device, 0
-        self._gloo = _is_gloo(group, device)
+        self._gloo = is_gloo(group, device)
         made_by_torch = not self._gloo and type(group) is ProcessGroup
         self._coalesces = made_by_torch and group._get_backend(device).supports_coalescing
         self._staged = self._gloo and device.type != "cpu"

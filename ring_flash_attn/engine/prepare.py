@@ -15,6 +15,7 @@ from .. import comm
 from ..cache import Cache
 from ..kernels import costs
 from ..kernels.base import Call, check_kernel, choose_kernels
+from ..kernels.device_cache import capturing
 from ..plan.buffers import BufferPlan
 from ..plan.build import make_plan
 from ..plan.llama3 import Llama3Problem, check_parts
@@ -170,11 +171,20 @@ def draw_seed() -> Tensor:
     return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
 
 
+def _check_not_captured(call: Call) -> None:
+    if capturing(call.device):
+        raise RuntimeError(
+            f"dropout_p={call.dropout_p:g} cannot be captured in a CUDA graph: the seed is drawn "
+            "on the host, so every replay would drop the same entries"
+        )
+
+
 def run_prepared(
     prepared: PreparedCall, shards: Sequence[QKV], sink: Tensor | None, with_lse: bool, packed: bool
 ) -> list[Output]:
     """Run the ranks of this process."""
     if prepared.call.dropout_p and prepared.call.seed is None:
+        _check_not_captured(prepared.call)
         prepared = prepared.changed(seed=draw_seed().to(prepared.call.device))
     results = attention(prepared, shards, sink)
     if packed:
@@ -210,6 +220,11 @@ def prepare_on_group(
     problem, group, device = asked.problem, asked.group, asked.shard[0].device
     if device.type == "meta":
         raise ValueError("q, k and v are on meta: there is nothing to send to other ranks")
+    if capturing(device) and comm.is_gloo(group, device):
+        raise RuntimeError(
+            "a call on a gloo group cannot be captured in a CUDA graph: gloo's messages go through "
+            "the host, which a graph does not do; use a group of NCCL"
+        )
 
     def connect() -> list[comm.Transport]:
         return [comm.DistributedTransport(group, device)]
@@ -240,6 +255,7 @@ def run_on_group(asked: GroupCall) -> Output:
     """Run on this rank of a group."""
     prepared, opts = prepare_on_group(asked), asked.opts
     if opts.dropout_p:
+        _check_not_captured(prepared.call)
         prepared = with_shared_seed(prepared, draw_seed(), asked.group)
     return run_prepared(prepared, [asked.shard], opts.sink, opts.return_attn_probs, asked.packed)[0]
 

@@ -55,7 +55,7 @@ class Work:
 @pytest.fixture(autouse=True)
 def recorded_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of a `Recorded` group is that of torch's."""
-    monkeypatch.setattr(distributed, "_is_gloo", lambda *_: False)
+    monkeypatch.setattr(distributed, "is_gloo", lambda *_: False)
     monkeypatch.setattr(distributed, "meet_after_failure", lambda group: None)
     monkeypatch.setattr(distributed, "group_timeout", lambda group: timedelta(1))
     monkeypatch.setattr(distributed, "ProcessGroup", Recorded)

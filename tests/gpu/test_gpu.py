@@ -577,6 +577,74 @@ def test_nccl(ranks, kernel: str, dtype: torch.dtype) -> None:
     _check(ranks(_nccl_ranks(), "nccl").run(_over_a_group, kernel, dtype, timeout=300), dtype)
 
 
+def _captured(rank: int, world_size: int) -> None:
+    """Forward and backward in one CUDA graph; each replay gives what an eager call does, by bits."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    generator = torch.Generator().manual_seed(0)
+    lengths = [700, 300, 24]
+    cu_seqlens = [0, *itertools.accumulate(lengths)]
+    whole = [torch.randn(1024, 4, 64, generator=generator) for _ in range(8)]
+    for layout, route in (("balanced", "ring"), ("zigzag", "all_gather"), ("zigzag", "mesh")):
+        first, second = (
+            [
+                rfa.shard(x.to("cuda", torch.bfloat16), layout, cu_seqlens=cu_seqlens)
+                for x in whole[n : n + 4]
+            ]
+            for n in (0, 4)
+        )
+
+        def run(q, k, v, dout, layout=layout, route=route):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = rfa.ring_attention(
+                *leaves,
+                layout=layout,
+                route=route,
+                cu_seqlens=cu_seqlens,
+                causal=True,
+                deterministic=True,
+                kernel="triton",
+            )
+            return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+        expected = [run(*each) for each in (first, second)]
+        static = [x.clone() for x in first]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run(*static)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = run(*static)
+        for inputs, want in zip((first, second, first), (*expected, expected[0]), strict=True):
+            for x, new in zip(static, inputs, strict=True):
+                x.copy_(new)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)), (layout, route)
+
+
+def test_graphs_with_nccl(ranks) -> None:
+    ranks(_nccl_ranks(), "nccl").run(_captured, timeout=300)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(0)
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+    rfa.zigzag_ring_flash_attn_func(q, q, q, causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="gloo's messages go through the host"):
+        with torch.cuda.graph(graph):
+            rfa.zigzag_ring_flash_attn_func(q, q, q, causal=True)
+    rfa.zigzag_ring_flash_attn_func(q, q, q, causal=True)
+
+
+def test_graphs_with_gloo_are_refused(ranks) -> None:
+    ranks(2, "gloo").run(_refused, timeout=300)
+
+
 def _relayouts(rank: int, n: int) -> None:
     """Of packed documents and of a batch, with gradients; and of dtypes that NCCL does not know."""
     generator = torch.Generator().manual_seed(0)

@@ -372,7 +372,7 @@ def with_a_set_up(rank: int, n: int) -> Results:
     module.KERNEL = LibraryKernel(PlainLibrary(True, False))  # type: ignore[attr-defined]
     entries = dict(base._ENTRIES)
     with (
-        mock.patch.object(distributed, "_is_gloo", return_value=False),
+        mock.patch.object(distributed, "is_gloo", return_value=False),
         mock.patch.object(base, "_ENTRIES", entries),
         mock.patch.dict(sys.modules, plain_kernel=module),
     ):
