@@ -578,7 +578,7 @@ def test_nccl(ranks, kernel: str, dtype: torch.dtype) -> None:
 
 
 def _captured(rank: int, world_size: int) -> None:
-    """Forward and backward in one CUDA graph; each replay gives what an eager call does, by bits."""
+    """Forward and backward in one CUDA graph; each replay gives the bits of an eager call."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     generator = torch.Generator().manual_seed(0)
     lengths = [700, 300, 24]
@@ -635,9 +635,9 @@ def _refused(rank: int, world_size: int) -> None:
     rfa.zigzag_ring_flash_attn_func(q, q, q, causal=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="gloo's messages go through the host"):
-        with torch.cuda.graph(graph):
-            rfa.zigzag_ring_flash_attn_func(q, q, q, causal=True)
+    refused = pytest.raises(RuntimeError, match="gloo's messages go through the host")
+    with refused, torch.cuda.graph(graph):
+        rfa.zigzag_ring_flash_attn_func(q, q, q, causal=True)
     rfa.zigzag_ring_flash_attn_func(q, q, q, causal=True)
 
 
