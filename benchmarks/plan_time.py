@@ -46,7 +46,7 @@ def pack(documents: int, ranks: int, seed: int) -> tuple[int, ...]:
 
 def measured(layout: str, route: str, documents: int, ranks: int, seed: int) -> list[float]:
     """Milliseconds of the plans, the forward tables, the backward tables."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     lengths = pack(documents, ranks, seed)
     started = time.perf_counter()
     problem = Problem(
@@ -76,7 +76,7 @@ def main() -> None:
             case = {"layout": layout, "route": route, "documents": documents, "ranks": ranks}
             rows.append({**case, **dict(zip(names, medians, strict=True))})
     if len(sys.argv) > 1:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         made = {"machine": machine(device), "versions": versions(), "rows": rows}
         Path(sys.argv[1]).write_text(json.dumps(made, indent=1) + "\n")
 

@@ -289,11 +289,10 @@ class _Lowering:
             return
         buffers = self._buffer(move.slot)
         if transfer.payload is Payload.RESULT:
+            assert transfer.side is Side.KEY, "outputs travel whole, or FINAL"
             if move.rows:
-                at, taken = (
-                    move.home or Packing(move.of_home),
-                    move.packing or Packing(move.of_slot),
-                )
+                at = move.home or Packing(move.of_home)
+                taken = move.packing or Packing(move.of_slot)
                 part = Added(self._seen(buffers), at, taken)
                 self._actions.append(AddParts(self._held(move), (part,)))
             return

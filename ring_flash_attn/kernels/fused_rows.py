@@ -104,18 +104,18 @@ def fused_add(
     """Add rows of an arena to ours, which are `is_simple`.
 
     Args:
-        ours: (batch, rows, nheads, headdim) each.
+        ours: (batch, rows, nheads, headdim) each; a row of a part has that of each side by side.
         arena: where all parts lie.
         table: (parts, rows) int64: where each row of a part begins, for the first of ours; -1 where
             a part has none.
         firsts: where the others begin, after the first.
         batch_stride: of all parts.
     """
+    vector = _VECTOR if all(mine.shape[3] % _VECTOR == 0 for mine in ours) else 1
     for mine, first in zip(ours, firsts, strict=True):
         columns = mine.shape[2] * mine.shape[3]
         rows, width, shared = _blocks(columns)
         programs = -(-mine.shape[1] // rows) * len(mine) * shared
-        vector = _VECTOR if mine.shape[3] % _VECTOR == 0 else 1
         launch_plain(
             add_kernel,
             programs,

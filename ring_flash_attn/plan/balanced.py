@@ -1,8 +1,9 @@
 """The balanced layout: packed documents with tokens and pairs even, and little that travels.
 
 Ranks are filled in turn. Each takes the end of the longest document that is left, and the shortest
-ones whole, in the mix that gives it its share of tokens and of pairs. So a long document is on few
-ranks, and most short ones are on one.
+ones whole, in the mix that gives it its share of tokens and of pairs. So most short documents are
+on one rank. Of a document that is longer than a few ranks' pairs, each takes as much of the start:
+otherwise a few ranks would hold what all others need.
 
 Why there is such a mix: by pairs for each token, the sparse end of what is left is at or below the
 mean, and the dense end at or above it.

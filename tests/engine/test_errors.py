@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from ring_flash_attn import (
     zigzag_ring_flash_attn_func,
 )
 from ring_flash_attn.comm import agreement, distributed
+from ring_flash_attn.engine import prepare
 from ring_flash_attn.plan.build import route_names
 from ring_flash_attn.plan.layout import layout_names
 
@@ -355,3 +357,27 @@ def what_went_wrong(what: str, call: Callable[[], Any], words: str) -> str | Non
 def test_wrong_calls_on_a_group_send_nothing(ranks: Any) -> None:
     for problems in ranks(3).run(wrong_on_a_group):
         assert not problems, "\n".join(problems)
+
+
+def captured_on_a_group(rank: int, world_size: int) -> list[str]:
+    """What a call says while a graph is captured, as far as this process can tell."""
+    shard = Q[:1]
+    said = []
+    with mock.patch.object(prepare, "capturing", return_value=True):
+        for options in ({}, {"dropout_p": 0.25}):
+            with pytest.raises(RuntimeError, match="CUDA graph") as raised:
+                zigzag_ring_flash_attn_func(shard, shard, shard, causal=True, **options)
+            said.append(str(raised.value))
+    zigzag_ring_flash_attn_func(shard, shard, shard, causal=True)  # nothing was sent
+    return said
+
+
+def test_what_cannot_be_captured_in_a_graph_is_refused(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for said in ranks(2).run(captured_on_a_group):
+        assert all("gloo's messages go through the host" in each for each in said)
+    monkeypatch.setattr(prepare, "capturing", lambda device: True)
+    flash_attn_func(Q, K, V)
+    with pytest.raises(RuntimeError, match=r"dropout_p=0\.25 cannot be captured in a CUDA graph"):
+        flash_attn_func(Q, K, V, dropout_p=0.25)

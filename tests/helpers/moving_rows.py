@@ -16,7 +16,8 @@ _PARTS: list[tuple[tuple[range, ...], tuple[range, ...] | None]] = [  # rows of 
     ((range(0, 11, 2),), (range(50, 53), range(7, 10))),
     ((), None),
 ]
-SHAPES = [(2, 3, 24, 24), (1, 1, 8, 16), (1, 5, 40, 40), (1, 2, 7, 3)]  # batch, heads, two widths
+# Batch, heads, two widths.
+SHAPES = [(2, 3, 24, 24), (1, 1, 8, 16), (1, 5, 40, 40), (1, 2, 7, 3), (1, 3, 8, 5)]
 
 
 def added(device: str, shape: tuple[int, int, int, int]) -> list[tuple[Tensor, Tensor]]:

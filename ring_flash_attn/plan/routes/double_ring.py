@@ -76,7 +76,7 @@ def _parts(hops: list[int], groups: int) -> list[list[int]]:
 
     With several groups, a third each: for the start, and for both steps that the last gradients
     take home. With one, all of them are for the end: fewer launches. With none, the last one is a
-    single rank, as on the ring.
+    single rank, as nothing hides the way home of its gradients.
     """
     if not groups:
         return [part for part in (hops[:-1], hops[-1:]) if part] or [[]]
