@@ -171,7 +171,7 @@ def draw_seed() -> Tensor:
     return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
 
 
-def _check_not_captured(call: Call) -> None:
+def _check_dropout_not_captured(call: Call) -> None:
     if capturing(call.device):
         raise RuntimeError(
             f"dropout_p={call.dropout_p:g} cannot be captured in a CUDA graph: the seed is drawn "
@@ -184,7 +184,7 @@ def run_prepared(
 ) -> list[Output]:
     """Run the ranks of this process."""
     if prepared.call.dropout_p and prepared.call.seed is None:
-        _check_not_captured(prepared.call)
+        _check_dropout_not_captured(prepared.call)
         prepared = prepared.changed(seed=draw_seed().to(prepared.call.device))
     results = attention(prepared, shards, sink)
     if packed:
@@ -255,7 +255,7 @@ def run_on_group(asked: GroupCall) -> Output:
     """Run on this rank of a group."""
     prepared, opts = prepare_on_group(asked), asked.opts
     if opts.dropout_p:
-        _check_not_captured(prepared.call)
+        _check_dropout_not_captured(prepared.call)
         prepared = with_shared_seed(prepared, draw_seed(), asked.group)
     return run_prepared(prepared, [asked.shard], opts.sink, opts.return_attn_probs, asked.packed)[0]
 

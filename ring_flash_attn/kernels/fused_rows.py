@@ -16,18 +16,24 @@ _NUMBERS = 1024  # of a program
 _VECTOR = 4  # numbers that a thread moves at a time, at the least
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "columns"])
+@triton.jit
+def _place(rows, column_blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where a program works: a sequence of the batch, some rows, some columns."""
+    block, column_block = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+    row_blocks = tl.cdiv(rows, ROWS)
+    numbers = block % row_blocks * ROWS + tl.arange(0, ROWS)
+    column = column_block * COLUMNS + tl.arange(0, COLUMNS)
+    return (block // row_blocks).to(tl.int64), numbers, column
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
 def add_kernel(
     arena_ptr, table_ptr, ours_ptr, rows, parts, columns, column_blocks, first, o_batch, o_row,
     p_batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
 ):
     """Some rows of ours, and of each part the row that belongs there, if any, in their order."""
-    block, column_block = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
-    row_blocks = tl.cdiv(rows, ROWS)
-    batch, block = (block // row_blocks).to(tl.int64), block % row_blocks
-    numbers = block * ROWS + tl.arange(0, ROWS)
+    batch, numbers, column = _place(rows, column_blocks, ROWS, COLUMNS)
     inside = numbers < rows
-    column = column_block * COLUMNS + tl.arange(0, COLUMNS)
     entries = table_ptr + numbers
     touched = tl.full([ROWS], -1, tl.int64)
     for _ in range(parts):
@@ -47,18 +53,14 @@ def add_kernel(
     tl.store(ours, total, mask=there)
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
+@triton.jit(do_not_specialize=["rows"])
 def copy_kernel(
     target_ptr, source_ptr, at_ptr, taken_ptr, rows, columns, column_blocks, t_row, t_batch, s_row,
     s_batch, TAKEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """Some rows of the source to where they belong."""
-    block, column_block = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
-    row_blocks = tl.cdiv(rows, ROWS)
-    batch, block = (block // row_blocks).to(tl.int64), block % row_blocks
-    numbers = block * ROWS + tl.arange(0, ROWS)
+    batch, numbers, column = _place(rows, column_blocks, ROWS, COLUMNS)
     inside = numbers < rows
-    column = column_block * COLUMNS + tl.arange(0, COLUMNS)
     there = inside[:, None] & (column < columns)[None, :]
     at = tl.load(at_ptr + numbers, mask=inside, other=0)
     if TAKEN:

@@ -360,12 +360,15 @@ def test_wrong_calls_on_a_group_send_nothing(ranks: Any) -> None:
 
 
 def captured_on_a_group(rank: int, world_size: int) -> list[str]:
-    """What a call says while a graph is captured, as far as this process can tell."""
+    """What a call says while a graph is captured: on gloo, and with dropout on any other group."""
     shard = Q[:1]
     said = []
     with mock.patch.object(prepare, "capturing", return_value=True):
-        for options in ({}, {"dropout_p": 0.25}):
-            with pytest.raises(RuntimeError, match="CUDA graph") as raised:
+        for gloo, options in ((True, {}), (False, {"dropout_p": 0.25})):
+            with (
+                mock.patch.object(prepare.comm, "is_gloo", return_value=gloo),
+                pytest.raises(RuntimeError, match="CUDA graph") as raised,
+            ):
                 zigzag_ring_flash_attn_func(shard, shard, shard, causal=True, **options)
             said.append(str(raised.value))
     zigzag_ring_flash_attn_func(shard, shard, shard, causal=True)  # nothing was sent
@@ -375,8 +378,9 @@ def captured_on_a_group(rank: int, world_size: int) -> list[str]:
 def test_what_cannot_be_captured_in_a_graph_is_refused(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for said in ranks(2).run(captured_on_a_group):
-        assert all("gloo's messages go through the host" in each for each in said)
+    for on_gloo, with_dropout in ranks(2).run(captured_on_a_group):
+        assert "gloo's messages go through the host" in on_gloo
+        assert "dropout_p=0.25" in with_dropout
     monkeypatch.setattr(prepare, "capturing", lambda device: True)
     flash_attn_func(Q, K, V)
     with pytest.raises(RuntimeError, match=r"dropout_p=0\.25 cannot be captured in a CUDA graph"):
