@@ -27,6 +27,7 @@ BACKENDS = ("gloo", "nccl")
 _MOST = 1000  # workloads of one command
 _REPEATS = {"cuda": 30, "cpu": 5}
 _TIMEOUT = 300.0  # seconds that a rank may take
+_SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # of NCCL: ranks may share a GPU
 
 # Values that are names.
 
@@ -443,8 +444,11 @@ def check_group(
     if backend not in (None, *BACKENDS):
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if backend == "nccl" and (kind == "cpu" or torch.cuda.device_count() < here):
-        raise ValueError(f"--backend nccl needs a GPU for each of {here} ranks")
+    few = torch.cuda.device_count() < here and os.environ.get(_SHARED_GPUS) != "1"
+    if backend == "nccl" and (kind == "cpu" or few):
+        raise ValueError(
+            f"--backend nccl needs a GPU for each of {here} ranks, or NCCL 2.30 and {_SHARED_GPUS}=1"
+        )
     return (
         backend or launch.default_backend(kind, world_size),
         _TIMEOUT if timeout is None else timeout,
