@@ -200,7 +200,7 @@ def test_comm_alone_knows_torch_distributed(module: str) -> None:
 
 
 _ROWS = {"merge", "fused_merge", "rows", "fused_rows"}
-_HOST = {"tables", "scheduler", "tma", "launches", "row_stats", "grad_parts"}
+_HOST = {"tables", "scheduler", "tma", "launches", "flat_launch", "row_stats", "grad_parts"}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("kernels.")])

@@ -447,7 +447,8 @@ def check_group(
     few = torch.cuda.device_count() < here and os.environ.get(_SHARED_GPUS) != "1"
     if backend == "nccl" and (kind == "cpu" or few):
         raise ValueError(
-            f"--backend nccl needs a GPU for each of {here} ranks, or NCCL 2.30 and {_SHARED_GPUS}=1"
+            f"--backend nccl needs a GPU for each of {here} ranks; or, to share one, NCCL 2.30 and "
+            f"{_SHARED_GPUS}=1"
         )
     return (
         backend or launch.default_backend(kind, world_size),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ _DRAIN = timedelta(seconds=10)  # of a call that has failed, for messages of oth
 _TAG = 0x524641  # on gloo: a user's own messages in the group, with another tag, are not ours
 Group = ProcessGroup | DeviceMesh  # what users pass
 
+_gloo: WeakKeyDictionary[ProcessGroup, dict[str, bool]] = WeakKeyDictionary()  # of a device type
 _connected: WeakSet[ProcessGroup] = WeakSet()  # NCCL groups that have run a collective of ours
 
 
@@ -125,9 +126,12 @@ def rank_and_size(group: Group | None) -> tuple[int, int]:
 
 def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
     """Whether the group would send tensors of this device through gloo."""
-    config = dist.get_backend_config(group)
-    backends = dict(pair.split(":") for pair in str(config).split(",") if ":" in pair)
-    return backends.get(device.type, dist.get_backend(group)) == "gloo"
+    known = _gloo.setdefault(group, {})
+    if device.type not in known:
+        config = dist.get_backend_config(group)
+        backends = dict(pair.split(":") for pair in str(config).split(",") if ":" in pair)
+        known[device.type] = backends.get(device.type, dist.get_backend(group)) == "gloo"
+    return known[device.type]
 
 
 def share_seed(seed: Tensor, group: ProcessGroup, device: torch.device) -> Tensor:

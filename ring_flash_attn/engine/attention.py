@@ -43,6 +43,7 @@ class PreparedCall:
         kernels: of the forward and of the backward pass.
         connect: makes the ranks' ends of the group, for each pass fresh ones.
         where: for profilers, names of layout and route, or "one device".
+        signature: what all ranks of a group have agreed on.
     """
 
     ranks: tuple[LocalRank, ...]
@@ -50,6 +51,7 @@ class PreparedCall:
     call: Call
     connect: Callable[[], Sequence[Transport]]
     where: tuple[str, ...] = ("one device",)
+    signature: tuple[tuple[str, object], ...] = ()
 
     def changed(self, **changes: Any) -> PreparedCall:
         """The same, with other values of `call`."""
@@ -426,9 +428,10 @@ class _BackwardPass:
         q, dout, lse, delta_or_out, k, v, dq, dk, dv = tensors
         work = launch.work
         call = self._call.of_heads(*work.heads)
+        saved = self._saved()
         if self._blocks:
             saved = Saved(lse, lse.new_empty(0), delta_or_out)
-        else:
+        elif lse is not saved.lse or delta_or_out is not saved.delta:  # some heads, or not our own
             saved = Saved(lse, delta_or_out)
         grads = Grads(dq, dk, dv, launch.fresh_q, launch.fresh_k)
         with span("{.name} backward on rank {}", self._kernel, self.buffer_plan.plan.rank):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,7 +21,17 @@ from ..plan.problem import Problem
 from . import checks
 from .attention import QKV, PreparedCall
 from .checks import CuSeqlens, document_lengths
-from .prepare import GroupCall, Options, Output, prepare, run_on_group, run_prepared
+from .prepare import (
+    GroupCall,
+    Options,
+    Output,
+    check_capture,
+    on_group,
+    prepare,
+    prepare_on_group,
+    run_on_group,
+    run_prepared,
+)
 
 if TYPE_CHECKING:
     from ..comm import Group
@@ -146,12 +158,69 @@ def llama3_call(
 
 def run_ring(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
     """`ring_call`, run."""
-    return run_on_group(ring_call(q, k, v, **options))
+    return _run(ring_call, q, k, v, options)
 
 
 def run_llama3(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
     """`llama3_call`, run."""
-    return run_on_group(llama3_call(q, k, v, **options))
+    return _run(llama3_call, q, k, v, options)
+
+
+# Of each group, by all that checks, plans and the ranks' agreement depend on: the layers of a model
+# make a few kinds of calls. Without what refers to the group, so that it can go.
+_ready_on_group: WeakKeyDictionary[Any, Cache[tuple[object, ...], PreparedCall]] = (
+    WeakKeyDictionary()
+)
+_KINDS = 16
+
+
+def _run(
+    make: Callable[..., GroupCall], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> Output:
+    """A call on a group, checked and planned once for all like it."""
+    check_route(options["route"])
+    group = options.get("group")
+    if options["route"] in BY_NODES:
+        group, nodes = comm.group_and_node(group, options.get("ranks_per_node"))
+        options["ranks_per_node"] = nodes
+    options["group"] = group = comm.resolve_group(group)
+    q, k, v = in_autocast_dtype(q, k, v)
+    ready = _ready_on_group.get(group)
+    if ready is None:
+        ready = _ready_on_group[group] = Cache(_KINDS)
+    key = _group_key(make, q, k, v, options)
+    prepared = ready.get(key) if key is not None else None
+    if prepared is None:
+        prepared = prepare_on_group(make(q, k, v, **options))
+        if key is not None:
+            ready.add(key, replace(prepared, connect=tuple))
+    else:
+        check_capture(group, q.device)
+        comm.agree(prepared.signature, group)  # an earlier call may have failed
+        prepared = replace(prepared, connect=on_group(group, q.device))
+        if prepared.call.alibi_slopes is not None:
+            prepared = prepared.changed(alibi_slopes=options["alibi_slopes"])
+    packed = q.dim() == 3
+    return run_on_group(prepared, _batched(q, k, v, packed), options.get("sink"), group, packed)
+
+
+def _group_key(
+    make: Callable[..., GroupCall], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> tuple[object, ...] | None:
+    """`_key` of a call on a group; None also where the ranks have to meet at every call."""
+    mode = comm.check_mode()
+    if make is llama3_call and mode == "values":
+        return None
+    plain, lengths = {}, []
+    for name, value in options.items():
+        if value is not None and name.startswith("cu_seqlens"):
+            lengths.append((name, document_lengths(value, q.device, name)))
+        elif isinstance(value, slice):
+            value = checks.check_slice(name, value)
+            plain[name] = value.start, value.stop, value.step
+        elif name != "group":
+            plain[name] = value
+    return _key(q, k, v, (make, mode, *lengths), plain, None)
 
 
 def run_single(
@@ -196,9 +265,6 @@ def prepare_single(
     """
     packed = lengths is not None
     q, k, v = in_autocast_dtype(q, k, v)
-    for name in ("alibi_slopes", "sink"):
-        if options.get(name) is not None:
-            checks.check_tensor(name, options[name])
     key = _key(q, k, v, lengths, options, grad)
     prepared = _ready.get(key) if key is not None else None
     if prepared is not None:
@@ -224,6 +290,9 @@ def _key(
     q: Tensor, k: Tensor, v: Tensor, lengths: object, options: dict[str, Any], grad: bool | None
 ) -> tuple[object, ...] | None:
     """What decides whether a call is right and how it is done; None if that takes a closer look."""
+    for name in ("alibi_slopes", "sink"):
+        if options.get(name) is not None:
+            checks.check_tensor(name, options[name])
     mode = torch.is_grad_enabled() if grad is None else (grad,)
     deterministic = torch.are_deterministic_algorithms_enabled()
     values: list[object] = [lengths, mode, registrations(), deterministic]

@@ -220,18 +220,9 @@ def prepare_on_group(
     problem, group, device = asked.problem, asked.group, asked.shard[0].device
     if device.type == "meta":
         raise ValueError("q, k and v are on meta: there is nothing to send to other ranks")
-    if capturing(device) and comm.is_gloo(group, device):
-        raise RuntimeError(
-            "a call on a gloo group cannot be captured in a CUDA graph: gloo's messages go through "
-            "the host, which a graph does not do; use a group of NCCL"
-        )
-
-    def connect() -> list[comm.Transport]:
-        return [comm.DistributedTransport(group, device)]
-
-    prepared = prepare(
-        asked.route, problem, {asked.rank: asked.shard}, asked.opts, connect, grad=grad
-    )
+    check_capture(group, device)
+    ends = on_group(group, device)
+    prepared = prepare(asked.route, problem, {asked.rank: asked.shard}, asked.opts, ends, grad=grad)
     if agreed:
         return prepared
     signature = _signature(prepared, asked.route, problem, asked.same)
@@ -243,7 +234,21 @@ def prepare_on_group(
     else:
         comm.agree(signature, group)
     comm.connect(group, device)  # whether or not this rank has anything to send
-    return prepared
+    return replace(prepared, signature=signature)
+
+
+def check_capture(group: ProcessGroup, device: torch.device) -> None:
+    """RuntimeError if a CUDA graph is being captured and the group cannot be part of one."""
+    if capturing(device) and comm.is_gloo(group, device):
+        raise RuntimeError(
+            "a call on a gloo group cannot be captured in a CUDA graph: gloo's messages go through "
+            "the host, which a graph does not do; use a group of NCCL"
+        )
+
+
+def on_group(group: ProcessGroup, device: torch.device) -> Callable[[], Sequence[comm.Transport]]:
+    """What makes this rank's end of the group."""
+    return lambda: [comm.DistributedTransport(group, device)]
 
 
 def with_shared_seed(prepared: PreparedCall, seed: Tensor, group: ProcessGroup) -> PreparedCall:
@@ -251,13 +256,15 @@ def with_shared_seed(prepared: PreparedCall, seed: Tensor, group: ProcessGroup) 
     return prepared.changed(seed=comm.share_seed(seed, group, prepared.call.device))
 
 
-def run_on_group(asked: GroupCall) -> Output:
+def run_on_group(
+    prepared: PreparedCall, shard: QKV, sink: Tensor | None, group: ProcessGroup, packed: bool
+) -> Output:
     """Run on this rank of a group."""
-    prepared, opts = prepare_on_group(asked), asked.opts
-    if opts.dropout_p:
-        _check_dropout_not_captured(prepared.call)
-        prepared = with_shared_seed(prepared, draw_seed(), asked.group)
-    return run_prepared(prepared, [asked.shard], opts.sink, opts.return_attn_probs, asked.packed)[0]
+    call = prepared.call
+    if call.dropout_p:
+        _check_dropout_not_captured(call)
+        prepared = with_shared_seed(prepared, draw_seed(), group)
+    return run_prepared(prepared, [shard], sink, call.with_lse, packed)[0]
 
 
 def _signature(

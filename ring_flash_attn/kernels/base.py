@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from ..plan.tiles import Mask, Tile
 from . import costs
+
+Made = TypeVar("Made")
 
 if TYPE_CHECKING:  # the names of kernels are known before torch is imported
     import torch
@@ -155,6 +157,13 @@ class Saved:
     lse: Tensor
     delta: Tensor
     out: Tensor | None = None
+    _memo: dict[object, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def remember(self, key: object, make: Callable[[], Made]) -> Made:
+        """What `make` returns; made once for all launches that get this object."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast(Made, self._memo[key])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Triton looks at every argument of every launch to find the compiled kernel: some 60 of them, again
 and again the same but for the addresses. So the first launch of a kind goes through Triton, and
-later ones take the compiled kernel and its arguments from a cache and exchange the tensors.
+later ones take the compiled kernel and its arguments from a cache and exchange the tensors
+(`flat_launch.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import triton
 from torch import Tensor
 
 from ..cache import Cache
-from .device_cache import on_device
+from .device_cache import on_device, stream_handle
+from .flat_launch import FlatLaunch, hooked, record, with_base
 from .tables import Table
 
 _KEPT = 512  # launches; each is a list of some 60 numbers
@@ -34,31 +36,28 @@ class _Launch:
     """A launch that was made before.
 
     Attributes:
-        run: launches the compiled kernel with all of its arguments.
+        run: launches the compiled kernel with all of its arguments, through Triton.
         arguments: those of the first time, without its tensors.
         descriptors: so many of the tensors, the first ones, are passed as TMA descriptors.
+        flat: the same without Triton, where that is known.
         work: the table, if any; kept alive, since the cache goes by its identity.
     """
 
     run: Callable[..., None]
     arguments: tuple[Any, ...]
     descriptors: int
+    flat: FlatLaunch | None
     work: Table | None
 
     def again(self, tensors: Sequence[Tensor]) -> None:
         """With other tensors of the same shapes and strides."""
+        if self.flat is not None and not hooked():
+            return self.flat(tensors, stream_handle(tensors[0].device))
         arguments = list(self.arguments)
         arguments[: len(tensors)] = tensors
         for i in range(self.descriptors):
-            arguments[i] = _with_base(arguments[i], self.arguments[i])
-        self.run(*arguments)
-
-
-def _with_base(x: Tensor | None, other: Any) -> Any:
-    """The other's descriptor for x, unchecked."""
-    descriptor = object.__new__(type(other))
-    descriptor.__dict__.update(other.__dict__, base=x)
-    return descriptor
+            arguments[i] = with_base(arguments[i], self.arguments[i])
+        return self.run(*arguments)
 
 
 def power_of_2(x: int) -> int:
@@ -76,7 +75,7 @@ def launch_plain(
     if programs == 0:
         return
     kinds = [(x.dtype, x.data_ptr() % 16) for x in tensors]
-    key = (kernel, programs, tensors[0].device, *kinds, *numbers)
+    key = (id(kernel), programs, tensors[0].device, *kinds, *numbers)
     if not again(key, tensors):
         first(key, kernel, (programs, 1, 1), [*tensors, *numbers], len(tensors), {}, None)
 
@@ -105,12 +104,13 @@ def first(
         compiled = kernel[grid](*arguments, **options)
     if INTERPRETED:
         return
+    flat = record(compiled, grid, arguments, tensors)
     kept, descriptors = list(arguments), 0
     for i in range(tensors):  # the cache does not keep tensors alive
         is_descriptor = not isinstance(kept[i], Tensor)
-        kept[i] = _with_base(None, kept[i]) if is_descriptor else None
+        kept[i] = with_base(None, kept[i]) if is_descriptor else None
         descriptors += is_descriptor
-    _launches.add(key, _Launch(compiled[grid], tuple(kept), descriptors, work))
+    _launches.add(key, _Launch(compiled[grid], tuple(kept), descriptors, flat, work))
 
 
 def _base(x: Any) -> Tensor:

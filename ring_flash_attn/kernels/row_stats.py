@@ -3,6 +3,8 @@
 Small kernels in Triton, for all kernels that read (lse, delta) instead of computing them.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -143,18 +145,29 @@ def row_stats(
     TMA begins at multiples of 16 bytes, blocks at any row: so there are four, and the n-th
     begins at row n. Sets dq to zero if there is one.
     """
-    batch, nheads, length = saved.lse.shape
-    wide = -(-length // _COPIES) * _COPIES
-    shape = (2, batch, nheads, _COPIES, wide)
-    stats = torch.empty(shape, dtype=torch.float32, device=saved.lse.device)
     if saved.out is not None:
+        stats = _empty_stats(saved.lse)
         prepare(saved.out, dout, saved.lse, stats, dq, shift)
         return stats[0], stats[1]
     if dq is not None:
         dq.zero_()
+    return saved.remember(("copies", shift), functools.partial(_copies, saved, shift))
+
+
+def _empty_stats(lse: Tensor) -> Tensor:
+    batch, nheads, length = lse.shape
+    wide = -(-length // _COPIES) * _COPIES
+    shape = (2, batch, nheads, _COPIES, wide)
+    return torch.empty(shape, dtype=torch.float32, device=lse.device)
+
+
+def _copies(saved: Saved, shift: float) -> tuple[Tensor, Tensor]:
+    """Of what is known already."""
+    batch, nheads, length = saved.lse.shape
+    stats = _empty_stats(saved.lse)
     count = -(-length // _ROWS)
     strides = (*saved.lse.stride(), *saved.delta.stride(), shift)
-    numbers = (length, wide, nheads, count, *strides, _COPIES, _ROWS)
+    numbers = (length, stats.shape[-1], nheads, count, *strides, _COPIES, _ROWS)
     tensors = (saved.lse, saved.delta, stats[0], stats[1])
     launch_plain(copies_kernel, count * batch * nheads, tensors, numbers)
     return stats[0], stats[1]

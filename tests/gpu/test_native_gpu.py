@@ -45,21 +45,24 @@ RULES = [
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=["64", "192-128"])
 @pytest.mark.parametrize("kernel", LIBRARIES)
-def test_libraries(kernel: str, dtype: torch.dtype, packed: bool) -> None:
+def test_libraries(kernel: str, dims: tuple[int, int], dtype: torch.dtype, packed: bool) -> None:
     """What is here of them, on every layout and route and on one device."""
     generator = torch.Generator().manual_seed(0)
+    d, dv = dims
     cu_seqlens = [0, 137, 137, 142, 332, 333] if packed else None
     outer = (333,) if packed else (2, 333)
     inputs = [
-        torch.randn(*outer, heads, 64, generator=generator).to("cuda", dtype)
-        for heads in (4, 2, 2, 4)
+        torch.randn(*outer, heads, width, generator=generator).to("cuda", dtype)
+        for heads, width in ((4, d), (2, d), (2, dv), (4, dv))
     ]
     tried = 0
-    for rules in RULES if dtype is torch.bfloat16 else RULES[:2]:  # FlashAttention-4 compiles each
+    every = dtype is torch.bfloat16 and d == dv
+    for rules in RULES if every else RULES[:2]:  # FlashAttention-4 compiles each
         rules = replace(rules, sink=None if rules.sink is None else rules.sink.cuda())
         mask = Mask.of(rules.causal, rules.window_size)
-        call = Call(inputs[0].device, dtype, 4, 2, 64, 64, 0.125, mask, packed=packed)
+        call = Call(inputs[0].device, dtype, 4, 2, d, dv, 0.125, mask, packed=packed)
         if why_not(kernel, call):
             continue
         want = _expected(inputs, rules, cu_seqlens)

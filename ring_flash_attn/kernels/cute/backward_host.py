@@ -106,10 +106,10 @@ def _keys(
         found = [fit(grad) for grad in given]
     written = dq, found[0], found[-1]  # of dK and dV, one twice if the other is not computed
     _launch(inputs, stats, written, work, parts, grads.fresh_k, call, launch)
+    if parts > 1:
+        return add_up(found, given, grads.fresh_k)
     for grad, each in zip(given, found, strict=True):
-        if parts > 1:
-            add_up(each, grad, grads.fresh_k)
-        elif each is not grad:
+        if each is not grad:
             grad.copy_(each)
 
 

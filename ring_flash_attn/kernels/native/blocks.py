@@ -17,6 +17,8 @@ from ..device_cache import DeviceCache, to_device
 from ..merge import merge_rows
 from .lowering import LibraryCall, in_order, lower
 
+MLA = (192, 128)  # headdim and headdim_v of multi-head latent attention
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -320,7 +322,11 @@ def require(function: Any, arguments: Sequence[str], version: str) -> None:
 
 
 def reasons(
-    call: Call, softcap: bool = False, window: bool = True, deterministic: bool = False
+    call: Call,
+    softcap: bool = False,
+    window: bool = True,
+    deterministic: bool = False,
+    widths: Sequence[tuple[int, int]] = (),
 ) -> list[str]:
     """Why a library of half-precision kernels for NVIDIA GPUs cannot do a call.
 
@@ -329,6 +335,7 @@ def reasons(
         softcap: whether it has a softcap.
         window: whether it has sliding windows.
         deterministic: whether its gradients can be made to repeat.
+        widths: headdim and headdim_v that it has where they differ.
     """
     found = []
     if call.device.type != "cuda" or torch.version.hip is not None:
@@ -337,7 +344,8 @@ def reasons(
         found.append("it needs an Ampere GPU or a later one")
     if call.dtype not in (torch.float16, torch.bfloat16):
         found.append(f"it computes in fp16 and bf16, not {call.dtype}")
-    if call.headdim != call.headdim_v:
+    dims = call.headdim, call.headdim_v
+    if dims[0] != dims[1] and dims not in widths:
         found.append(f"headdim {call.headdim} of q and k differs from {call.headdim_v} of v")
     if call.headdim % 8 or call.headdim > 256:
         found.append(f"headdim {call.headdim} is not a multiple of 8 up to 256")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..base import Call
-from .blocks import Block, LibraryKernel, reasons
+from .blocks import MLA, Block, LibraryKernel, reasons
 
 
 class _Cudnn:
@@ -15,7 +15,7 @@ class _Cudnn:
     square = True
 
     def why_not(self, call: Call) -> list[str]:
-        found = reasons(call, window=False)
+        found = reasons(call, window=False, widths=[MLA])
         if call.packed:
             found.append("it has no form for packed documents")
         if call.device.type == "cuda" and not torch.backends.cudnn.is_available():

@@ -9,7 +9,7 @@ from flash_attn.cute import interface as library
 from torch import Tensor
 
 from ..base import Call
-from .blocks import Block, LibraryKernel, reasons, require
+from .blocks import MLA, Block, LibraryKernel, reasons, require
 
 # flash-attn 2.8 has an older module of this name.
 require(library._flash_attn_fwd, ("max_seqlen_q", "return_lse"), "flash-attn-4")
@@ -22,7 +22,7 @@ class _Fa4:
     square = False
 
     def why_not(self, call: Call) -> list[str]:
-        found = reasons(call, softcap=True, deterministic=True)
+        found = reasons(call, softcap=True, deterministic=True, widths=[MLA])
         return found or _reasons_of_gpu(call, torch.cuda.get_device_capability(call.device)[0])
 
     def forward(

@@ -7,6 +7,7 @@ Read in this order: `scores.py` (what happens to a block of scores), `forward.py
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -86,7 +87,8 @@ class TritonKernel:
         if saved.out is not None:
             saved = Saved(saved.lse, self.delta(dout, saved.out, call))
         inputs = fit(q), fit(k), fit(v), fit(dout)
-        stats = stats_side_by_side(saved, call)
+        make = functools.partial(stats_side_by_side, saved, call)
+        stats = saved.remember("side by side", make)
         launch_backward("keys", inputs, (stats, grads.dk, grads.dv), tiles, call, grads.fresh_k)
         launch_backward("queries", inputs, (stats, grads.dq), tiles, call, grads.fresh_q)
 

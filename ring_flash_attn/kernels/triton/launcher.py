@@ -91,7 +91,7 @@ def launch(
         work.blocks if seed is None else seed,  # stands in for what is not there
     ]
     key = (
-        kernel,
+        id(kernel),
         id(work),
         blocks,
         call.key,

@@ -165,8 +165,8 @@ def _grouped(problem: Problem, sources: list[list[int]], backward: bool) -> list
         count = -(-max(map(len, sources)) // most)
         return [split(each, count) for each in sources]
     shard = -(-sum(problem.lengths_k) // problem.world_size)
-    # Half a shard more: those of some ranks are larger than the mean. Backward, gradients of as many
-    # rows are in flight besides; forward, there is room for fewer groups.
+    # Half a shard more: those of some ranks are larger than the mean. Backward, gradients of as
+    # many rows are in flight besides; forward, there is room for fewer groups.
     shards = (4 if backward else 6) if shard <= _FEW_TOKENS else 2
     limit = shards * shard + shard // 2
     few = LAUNCHES - 1 - backward  # beside our own keys, which take two launches backward

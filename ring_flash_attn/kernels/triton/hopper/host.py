@@ -272,8 +272,7 @@ def _by_keys(
         None if is_wide else counter(q.device),
     )
     if parts > 1:
-        for grad, each in zip((grads.dk, grads.dv), found, strict=True):
-            add_up(each, grad, grads.fresh_k)
+        add_up(found, (grads.dk, grads.dv), grads.fresh_k)
 
 
 def backward_sizes(d: int, dv: int, softcap: bool) -> Sizes:
@@ -315,7 +314,7 @@ def launch(
     if taken is not None:
         tensors.append(taken)
     key = (
-        kernel,
+        id(kernel),
         id(work),
         nheads,
         call.key,
