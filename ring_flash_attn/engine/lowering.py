@@ -8,8 +8,10 @@ and are one message.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -79,12 +81,7 @@ class Buffer(NamedTuple):
     @property
     def width(self) -> int:
         """Numbers of a row, for one sequence of the batch."""
-        return self._columns(len(self.fields))
-
-    def _columns(self, fields: int) -> int:
-        """Of the first so many fields."""
-        heads = self.heads[1] - self.heads[0]
-        return heads * sum(each.heads * (each.headdim or 1) for each in self.fields[:fields])
+        return _columns(self.fields, self.heads[1] - self.heads[0])[-1]
 
     def stored(self, rows: range) -> Strided:
         """Some rows, rows first: contiguous."""
@@ -100,11 +97,19 @@ class Buffer(NamedTuple):
         """Some rows of one field, as kernels see it."""
         batch, width, field = self.batch, self.width, self.fields[number]
         nheads = (self.heads[1] - self.heads[0]) * field.heads
-        first = rows.start * batch * width + self._columns(number)
+        columns = _columns(self.fields, self.heads[1] - self.heads[0])
+        first = rows.start * batch * width + columns[number]
         if field.headdim is None:
             return (batch, nheads, len(rows)), (width, 1, batch * width), first
         strides = (width, batch * width, field.headdim, 1)
         return (batch, len(rows), nheads, field.headdim), strides, first
+
+
+@functools.lru_cache(256)
+def _columns(fields: Fields, heads: int) -> tuple[int, ...]:
+    """Numbers of a row of the first fields, of 0, 1, … of them, for so many KV heads."""
+    each = (field.heads * (field.headdim or 1) * heads for field in fields)
+    return tuple(accumulate(each, initial=0))
 
 
 Buffers = tuple[Buffer, ...]  # of a payload: one for each group where shards are cut, or each field

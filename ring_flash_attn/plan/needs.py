@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import pairwise
 
 from .arrays import (
     Array,
@@ -90,10 +91,13 @@ class Needs:
         chosen = filled(len(on), False)
         chosen[others[work.cumsum(0) - work < _COUNTED]] = True
         found = found + self._rows(chosen)
-        return tuple(
-            {owner: rows for owner, rows in enumerate(each) if rows and owner != user}
-            for user, each in enumerate(found.tolist())
-        )
+        users = counted(size)
+        found[users, users] = 0
+        some = found > 0
+        ends = [0, *some.sum(1).cumsum(0).tolist()]
+        owners, rows = nonzero(some.reshape(-1)) % size, found[some]
+        each = list(zip(owners.tolist(), rows.tolist(), strict=True))
+        return tuple(dict(each[a:b]) for a, b in pairwise(ends))
 
     @cached_property
     def _firsts(self) -> Array:

@@ -216,10 +216,17 @@ class Problem:
         bits = bin(self._needs()[query_rank])[:1:-1]
         return {rank for rank, bit in enumerate(bits) if bit == "1"}
 
-    @_once
     def wanted_by(self, key_rank: int) -> set[int]:
         """All ranks whose queries see these keys."""
-        return {rank for rank, bits in enumerate(self._needs()) if bits >> key_rank & 1}
+        return self._all_wanted()[key_rank]
+
+    @_once
+    def _all_wanted(self) -> list[set[int]]:
+        found: list[set[int]] = [set() for _ in range(self.world_size)]
+        for rank in range(self.world_size):
+            for owner in self.whose(rank):
+                found[owner].add(rank)
+        return found
 
     @_once
     def _needs(self) -> tuple[int, ...]:

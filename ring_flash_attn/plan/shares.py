@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heapreplace
 
 from .build import make_shared_work
 from .problem import Problem
@@ -81,19 +82,26 @@ class _Loads:
         costs = self._costs = self._costs or {r: _cost(self._problem, r) for r in self._group}
         apart = max(costs.values()) - min(costs.values())
         even = max(room.values()) == 1 or apart <= sum(costs.values()) // (8 * len(costs))
-        left, taken = dict(room), {rank: list[int]() for rank in sharing}
+        taken = {rank: list[int]() for rank in sharing}
 
         def turn(owner: int) -> tuple[int, int]:
-            return (0 if owner in sharing else 1) if even else -costs[owner], owner
+            return (0 if owner in left else 1) if even else -costs[owner], owner
 
-        def choice(rank: int) -> tuple[bool, int, int]:
-            return even and rank != owner, 0 if even else self._loads[rank], rank
-
+        left = {rank: room[rank] for rank in sharing}
+        least = [(0 if even else self._loads[rank], rank) for rank in sharing]  # a heap
+        heapify(least)
         for owner in sorted(self._group, key=turn):
-            rank = min((rank for rank in sharing if left[rank]), key=choice)
+            if even and left.get(owner):
+                rank = owner
+            else:
+                while not left[least[0][1]]:
+                    heappop(least)
+                rank = least[0][1]
             left[rank] -= 1
             self._loads[rank] += costs[owner]
             taken[rank].append(owner)
+            if not even:
+                heapreplace(least, (self._loads[rank], rank))
         return {rank: tuple(sorted(owners)) for rank, owners in taken.items()}
 
 

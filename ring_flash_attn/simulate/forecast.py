@@ -13,7 +13,7 @@ from ..plan.layout import Span
 from ..plan.problem import Problem
 from ..plan.steps import Side
 from .machine import Machine
-from .plans import PricedPass, is_hot, price_rank
+from .plans import PricedPass, price_rank
 from .timeline import COMPUTE, INSIDE, OUTSIDE, Timeline, run
 
 ALL = 16  # ranks of which all are priced
@@ -63,15 +63,15 @@ def forecast(
     machine: Machine,
     problem: Problem,
     ranks: Sequence[int],
-    known: dict[int, Passes] | None = None,
+    hot: bool,
+    known: dict[int, Passes],
 ) -> Forecast:
     """Price some ranks of a placement, but for those that are `known`; more become known.
 
-    If these are all, they wait for each other; otherwise the rest are as early as they are.
+    If these are all, they wait for each other; otherwise the rest are as early as they are. `hot`
+    is what `is_hot` says of a rank's own tokens.
     """
-    chosen, known = tuple(ranks), {} if known is None else known
-    if not known.keys() >= set(chosen):
-        hot = is_hot(workload.share(problem.world_size), placement.kernel, machine.gpu)
+    chosen = tuple(ranks)
     for rank in chosen:
         if rank not in known:
             known[rank] = price_rank(workload, placement, problem, rank, machine.gpu, hot)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from .candidates import candidates
 from .forecast import ALL, Forecast, Passes, forecast, sample
 from .gpus import INTERFERENCE, find_gpu
 from .machine import Gpu, Machine
-from .plans import seconds_alone
+from .plans import is_hot, seconds_alone
 from .ranking import Ranking, Refused
 
 _SEQLEN = 8192  # tokens of a rank, if the user does not say
@@ -131,6 +133,33 @@ def plan_workload(
     report: Report = lambda line: None,
 ) -> Ranking:
     """The same for a workload of all ranks together; see `plan_for`."""
+    with _no_collections():
+        return _ranked(workload, world_size, machine, memory_limit, kernel, layouts, routes, report)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Garbage stays for some seconds: plans are millions of small objects, and looking through them
+    again and again for what is unreachable took a fifth of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _ranked(
+    workload: Workload,
+    world_size: int,
+    machine: Machine,
+    memory_limit: int | None,
+    kernel: str | None,
+    layouts: Sequence[str],
+    routes: Sequence[str],
+    report: Report,
+) -> Ranking:
     kernels = kernels_for(workload, machine.gpu, kernel)
     every, impossible = candidates(
         workload, world_size, machine.topology, kernels[0], layouts, routes
@@ -177,6 +206,7 @@ class _Search:
         self._known: dict[str, tuple[Problem, tuple[int, ...]]] = {}
         self._problems: dict[Placement, Problem] = {}
         self._priced: dict[Placement, dict[int, Passes]] = {}
+        self._hot: dict[str, bool] = {}  # of kernels
 
     def rough(self, every: Sequence[Placement]) -> list[Forecast]:
         """A few ranks of each, the best first; of many ranks, parameters for the best alone.
@@ -208,8 +238,12 @@ class _Search:
         _, ranks = self._known[placement.layout]
         if few:
             ranks = ranks[:_FEW]
-        priced = self._priced.setdefault(placement, {})
-        return forecast(self._workload, placement, self._machine, problem, ranks, priced)
+        priced, kernel = self._priced.setdefault(placement, {}), placement.kernel
+        if kernel not in self._hot:
+            share = self._workload.share(placement.world_size)
+            self._hot[kernel] = is_hot(share, kernel, self._machine.gpu)
+        hot = self._hot[kernel]
+        return forecast(self._workload, placement, self._machine, problem, ranks, hot, priced)
 
     def _problem(self, placement: Placement) -> Problem:
         """That of a placement, whatever the kernel; with what is known of its layout."""

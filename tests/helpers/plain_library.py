@@ -38,7 +38,8 @@ def scores(q: Tensor, k: Tensor, window: tuple[int, int], scale: float) -> Tenso
 def one_forward(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scale: float) -> Any:
     """out and lse of one block; rows without keys as FlashAttention-2 leaves them, or worse."""
     if len(k) == 0:
-        return torch.full_like(q, torch.nan), q.new_full((q.shape[1], len(q)), torch.inf)
+        out = q.new_full((*q.shape[:2], v.shape[2]), torch.nan)
+        return out, q.new_full((q.shape[1], len(q)), torch.inf)
     s = scores(q, k, window, scale)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return torch.einsum("hqk,khd->qhd", s.softmax(-1), v), s.logsumexp(-1)

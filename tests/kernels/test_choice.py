@@ -90,6 +90,17 @@ def test_cudnn_says_why_not(monkeypatch: pytest.MonkeyPatch, reason: str) -> Non
     assert (base.why_not("fa2", call_on(9, monkeypatch, **REFUSED[reason])) == []) is can
 
 
+def test_cudnn_has_values_of_128_columns_beside_keys_of_192(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    dims = {"headdim": 192, "headdim_v": 128}
+    assert base.why_not("cudnn", call_on(9, monkeypatch, **dims)) == []
+    assert base.why_not("fa2", call_on(9, monkeypatch, **dims)) != []
+    (why,) = base.why_not("cudnn", call_on(8, monkeypatch, **dims))
+    assert "Hopper" in why
+
+
 def test_native_lists_the_reasons_of_all_libraries() -> None:
     x = torch.randn(1, 4, 2, 8)
     with pytest.raises(NotImplementedError) as raised:
@@ -148,6 +159,8 @@ def test_fa4_says_what_a_gpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = wrapper(monkeypatch, file, parents, module, fake())
     for generation, options, able in (
         (9, {"headdim": 192, "headdim_v": 192}, True),
+        (9, {"headdim": 192, "headdim_v": 128, "needs_grad": True}, True),
+        (9, {"headdim": 192, "headdim_v": 64}, False),
         (9, {"headdim": 80, "headdim_v": 80, "needs_grad": True}, False),  # a wrong dQ
         (9, {"headdim": 80, "headdim_v": 80}, True),
         (9, {"headdim": 88, "headdim_v": 88, "needs_grad": True}, True),

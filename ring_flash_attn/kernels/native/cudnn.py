@@ -20,6 +20,10 @@ class _Cudnn:
             found.append("it has no form for packed documents")
         if call.device.type == "cuda" and not torch.backends.cudnn.is_available():
             found.append("this torch has no cuDNN")
+        if not found and call.headdim != call.headdim_v:
+            generation = torch.cuda.get_device_capability(call.device)[0]
+            if generation < 9:
+                found.append("values of another width need a Hopper GPU or a later one")
         return found
 
     def forward(
