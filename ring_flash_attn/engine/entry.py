@@ -171,7 +171,7 @@ def run_llama3(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
 _ready_on_group: WeakKeyDictionary[Any, Cache[tuple[object, ...], PreparedCall]] = (
     WeakKeyDictionary()
 )
-_KINDS = 16
+_KINDS, _PIECES = 16, 1 << 22  # of a group, and those of their plans, as many as all plans may have
 
 
 def _run(
@@ -187,7 +187,7 @@ def _run(
     q, k, v = in_autocast_dtype(q, k, v)
     ready = _ready_on_group.get(group)
     if ready is None:
-        ready = _ready_on_group[group] = Cache(_KINDS)
+        ready = _ready_on_group[group] = Cache(_KINDS, weigh=_pieces, most=_PIECES)
     key = _group_key(make, q, k, v, options)
     prepared = ready.get(key) if key is not None else None
     if prepared is None:
@@ -204,6 +204,10 @@ def _run(
     return run_on_group(prepared, _batched(q, k, v, packed), options.get("sink"), group, packed)
 
 
+def _pieces(prepared: PreparedCall) -> int:
+    return sum(each.forward.pieces + each.backward.pieces for each in prepared.ranks)
+
+
 def _group_key(
     make: Callable[..., GroupCall], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[object, ...] | None:
@@ -211,16 +215,20 @@ def _group_key(
     mode = comm.check_mode()
     if make is llama3_call and mode == "values":
         return None
-    plain, lengths = {}, []
+    plain: dict[str, Any] = {}
+    lengths: dict[str, tuple[int, ...]] = {}
     for name, value in options.items():
         if value is not None and name.startswith("cu_seqlens"):
-            lengths.append((name, document_lengths(value, q.device, name)))
+            same = next((each for each in lengths if options[each] is value), None)
+            lengths[name] = lengths[same] if same else document_lengths(value, q.device, name)
+        elif name == "layout":  # another one may have been registered under a name
+            plain[name] = get_layout(value)
         elif isinstance(value, slice):
             value = checks.check_slice(name, value)
             plain[name] = value.start, value.stop, value.step
         elif name != "group":
             plain[name] = value
-    return _key(q, k, v, (make, mode, *lengths), plain, None)
+    return _key(q, k, v, (make, mode, *lengths.items()), plain, None)
 
 
 def run_single(

@@ -1,8 +1,8 @@
 """A launch without Triton: the call into C that Triton makes in the end, recorded and made again.
 
 Triton's launcher walks through all arguments, makes TMA descriptors one by one and looks for hooks,
-each time; only addresses differ. It has no interface to that last call: where it has changed,
-`record` returns None, and launches go through Triton.
+each time; only addresses differ. It has no interface to that last call. So its launcher is taken
+apart, for the versions that are known; with others, launches go through Triton.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-_STREAM = 3  # of the arguments of the function in C, after the grid
-_MAPS = 256  # addresses whose TMA descriptors are kept, of an argument
+_VERSIONS = ("3.6.", "3.7.")
+_STREAM = 3  # of the arguments of the function in C: after the grid, before the kernel
+_MAPS = 64  # addresses whose TMA descriptors are kept, of an argument
 _DESCRIBED = "tensordesc_meta"  # free variables of Triton's function that makes TMA descriptors
 _LAUNCHER = "launcher"
 
@@ -27,8 +28,8 @@ class FlatLaunch:
 
     Attributes:
         function: in C, of the driver or of the kernel.
-        arguments: all of its arguments.
-        nested: those of the kernel, if they are a list of their own, the last of `arguments`.
+        arguments: all of its arguments, but for `nested`.
+        nested: those of the kernel, if they are a list of their own: the last argument.
         places: of each tensor, where its address stands among the kernel's arguments, or that of
             its TMA descriptor.
         makers: of each tensor with a TMA descriptor, what makes one.
@@ -53,7 +54,8 @@ class FlatLaunch:
         whole[_STREAM] = stream
         arguments = whole
         if self.nested is not None:
-            arguments = whole[-1] = list(self.nested)
+            arguments = list(self.nested)
+            whole.append(arguments)
         described = len(self.makers)
         for number, (place, tensor) in enumerate(zip(self.places, tensors, strict=True)):
             address = tensor.data_ptr()
@@ -79,13 +81,9 @@ def record(
     The first `count` arguments are tensors, or TMA descriptors of tensors, which may be others in
     later launches. None where this version of Triton, or this GPU, launches otherwise.
     """
-    if torch.version.hip is not None:
+    if torch.version.hip is not None or not triton.__version__.startswith(_VERSIONS):
         return None
-    try:
-        hooked()
-        return _recorded(compiled, grid, arguments, count)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
+    return _recorded(compiled, grid, arguments, count)
 
 
 def _recorded(
@@ -98,6 +96,8 @@ def _recorded(
     function, launcher.launch = launcher.launch, lambda *given: calls.append(given)
     hooks = None, None, None  # and what they would be told
     launcher(*grid, 0, compiled.function, compiled.packed_metadata, *hooks, *arguments)
+    if [each[:5] for each in calls] != [(*grid, 0, compiled.function)]:
+        return None
     makers: list[Callable[[Tensor], Any]] = []
     if isinstance(function, FunctionType):  # which makes TMA descriptors, and goes on to C
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
@@ -106,13 +106,17 @@ def _recorded(
         code, known = function.__code__, function.__globals__
         FunctionType(code, known, closure=tuple(free.values()))(*calls[-1])
         metas, make = free[_DESCRIBED].cell_contents, known["make_tensordesc_arg"]
+        if None in metas:  # a descriptor is passed as a pointer and numbers
+            return None
         described = [each for each in arguments[:count] if not isinstance(each, Tensor)]
         makers = [_maker(make, *each) for each in zip(described, metas, strict=True)]
         function = inner.cell_contents
     given = list(calls[-1])
     nested = isinstance(given[-1], (list, tuple))
-    flat = list(given[-1]) if nested else given
+    flat = list(given.pop()) if nested else given
     places = _places(flat, arguments[:count], len(makers))
+    if len(places) < count:
+        return None
     for number, value in enumerate(flat):
         if isinstance(value, Tensor):  # of the launch table, which lives as long as the launch
             flat[number] = value.data_ptr()
@@ -123,8 +127,6 @@ def _recorded(
 
 def _maker(make: Callable[[Any, Any], list[Any]], descriptor: Any, meta: Any) -> Any:
     """What makes the TMA descriptor of a tensor like that of another."""
-    if meta is None:
-        raise ValueError("without TMA, a descriptor is passed as a pointer and numbers")
     like = with_base(None, descriptor)
 
     def of(tensor: Tensor) -> Any:
@@ -134,7 +136,7 @@ def _maker(make: Callable[[Any, Any], list[Any]], descriptor: Any, meta: Any) ->
 
 
 def _places(flat: Sequence[Any], tensors: Sequence[Any], described: int) -> list[int]:
-    """Where the tensors, or their TMA descriptors, stand, in their order."""
+    """Where the tensors, or their TMA descriptors, stand, in their order; all of them, or fewer."""
     places: list[int] = []
     numbers = iter(range(len(flat)))
     for number, tensor in enumerate(tensors):
@@ -146,8 +148,6 @@ def _places(flat: Sequence[Any], tensors: Sequence[Any], described: int) -> list
             if found:
                 places.append(place)
                 break
-    if len(places) < len(tensors):
-        raise ValueError("an argument is not passed on as it is")
     return places
 
 
@@ -161,4 +161,5 @@ def with_base(x: Tensor | None, other: Any) -> Any:
 def hooked() -> bool:
     """Whether somebody wants to be told of launches (Proton): then they go through Triton."""
     runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -60,14 +59,14 @@ class _Arena:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self._views: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
 
     def as_strided(self, shape: tuple[int, ...], strides: tuple[int, ...], _: int) -> Tensor:
-        return _view(self._dtype, shape, strides)
-
-
-@lru_cache(1 << 12)
-def _view(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=_META)
+        found = self._views.get((shape, strides))
+        if found is None:
+            found = torch.empty_strided(shape, strides, dtype=self._dtype, device=_META)
+            self._views[shape, strides] = found
+        return found
 
 
 class _CountingPool(Pool):

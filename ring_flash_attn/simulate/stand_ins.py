@@ -76,8 +76,9 @@ class _PricedKernel:
         if grads.dq.dtype is not torch.float32:  # the only launch
             self._meter.add(gpu.moving(rows * row_bytes(call.headdim, call.headdim_v)))
         else:
-            cleared = call.headdim if grads.fresh_q else 0
-            self._meter.add(gpu.moving(rows * (cleared + 4) * _FP32))
+            saved.remember("statistics", lambda: self._meter.add(gpu.moving(rows * 4 * _FP32)))
+            if grads.fresh_q:
+                self._meter.add(gpu.moving(rows * call.headdim * _FP32))
 
     def delta(self, dout: Tensor, out: Tensor, call: Call) -> Tensor:
         """(batch, nheads, seqlen_q): a launch that reads both."""

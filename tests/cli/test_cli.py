@@ -24,6 +24,7 @@ from ring_flash_attn.bench.functions import function_names
 from ring_flash_attn.bench.results import load
 from ring_flash_attn.bench.workload import Workload
 from ring_flash_attn.cli.app import app
+from ring_flash_attn.cli.options import check_group
 from ring_flash_attn.cli.verify import precision
 from ring_flash_attn.comm import launch
 from ring_flash_attn.kernels import base, reference
@@ -511,3 +512,15 @@ def test_without_typer_rfa_says_how_to_get_it() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.strip() == 'rfa needs typer: pip install "ring-flash-attn[cli]"'
+
+
+def test_nccl_needs_a_gpu_for_each_rank_unless_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert check_group(None, "cuda", 1, "nccl", None)[0] == "nccl"
+    with pytest.raises(ValueError, match="a GPU for each of 4 ranks"):
+        check_group(None, "cuda", 4, "nccl", None)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert check_group(None, "cuda", 4, "nccl", None)[0] == "nccl"
+    with pytest.raises(ValueError, match="a GPU for each of 4 ranks"):
+        check_group(None, "cpu", 4, "nccl", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
@@ -336,7 +337,8 @@ class Failing:
     """The reference kernel, until its n-th launch."""
 
     def __init__(self, launches: int, error: type[BaseException] = MemoryError) -> None:
-        self._left, self._kernel, self._error = launches, ReferenceKernel(), error
+        self._left, self._error = launches, error
+        self._forward = functools.partial(ReferenceKernel.forward, ReferenceKernel())
         self.name = "failing"
 
     def why_not(self, call: Any) -> list[str]:
@@ -346,7 +348,7 @@ class Failing:
         if self._left == 0:
             raise self._error("no room for this launch")
         self._left -= 1
-        self._kernel.forward(*args)
+        self._forward(*args)
 
 
 def after_a_failure(
@@ -363,12 +365,13 @@ def after_a_failure(
     said = []
     options: dict[str, Any] = {"layout": "contiguous", "route": "ring", "sources_per_launch": 1}
     ring_attention(*x, **options, group=group)
-    for kernel in (Failing(launches[rank], error), None, None):
-        failing = Kernels(kernel, kernel) if kernel else None
-        choose = mock.patch("ring_flash_attn.engine.prepare.choose_kernels", return_value=failing)
+    for fails in (True, False, False):
+        if rank:  # others know the call
+            entry._ready_on_group.clear()
+        kernel = Failing(launches[rank], error)
+        forward = mock.patch.object(ReferenceKernel, "forward", staticmethod(kernel.forward))
         environment = mock.patch.dict(os.environ, {"RFA_CHECK": mode})
-        entry._ready_on_group.clear()  # of calls with another kernel
-        with environment, choose if kernel else nullcontext():
+        with environment, forward if fails else nullcontext():
             try:
                 out = ring_attention(*x, **options, group=group)
             except (ValueError, RuntimeError, error) as raised:

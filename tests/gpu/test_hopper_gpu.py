@@ -178,3 +178,21 @@ def test_multiprocessors_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None
     scheduler.free_processors.cache_clear()
     assert [call.args[2][0] for call in first.call_args_list] == [2, 2]
     assert all(torch.equal(x, want) for x, want in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_launches_without_triton(headdim: int) -> None:
+    """Those that were made before go to the driver directly; with a hook, through Triton again."""
+    import triton
+
+    from ring_flash_attn.kernels import launches
+
+    hook, told = triton.knobs.runtime.launch_enter_hook, []
+    launches._launches.clear()
+    wanted = _in_one_order(*_inputs(headdim, torch.bfloat16, 2, 1000))
+    assert all(each.flat is not None for each in launches._launches._entries.values())
+    for hooks in ([], [told.append], []):
+        hook.calls[:] = hooks
+        got = _in_one_order(*_inputs(headdim, torch.bfloat16, 2, 1000))
+        assert all(torch.equal(x, want) for x, want in zip(got, wanted, strict=True))
+    assert len(told) >= 3

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
 
+STREAM = 3  # which argument of the driver's function it is
 BASE, METADATA = 7, 8  # arguments before those for Triton's hooks; what a hook is told
+STREAMS = [70, 71, 72, 73]  # the current one in each pass
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Utils:
 
     def __init__(self) -> None:
         self.launches: list[list[Any]] = []
+        self.stream = 0
 
     def launch(self, *arguments: Any) -> None:
         *base, kernel = arguments
@@ -69,7 +72,7 @@ def drive() -> Utils:
         launcher_cls=driver.CudaLauncher,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
+        get_current_stream=lambda device: utils.stream,
         get_active_torch_device=lambda: torch.device("cpu"),
     )
     triton.runtime.driver.set_active(active)
@@ -79,15 +82,15 @@ def drive() -> Utils:
 Passes = list[list[list[Any]]]  # of each pass its launches, of each what the driver got
 
 
-def passes(headdim: int, headdim_v: int, deterministic: bool) -> tuple[Passes, bool]:
-    """Four forward and backward passes on the same tensors, and whether all were recorded.
+def passes(headdim: int, headdim_v: int, deterministic: bool) -> tuple[Passes, bool, bool]:
+    """Four forward and backward passes on the same tensors, but for the first.
 
-    The second pass is made without Triton, the third through Triton, because somebody listens, the
-    last without again.
+    The second is made without Triton, the third through Triton, because somebody listens, the last
+    without again. And whether all launches were recorded, and whether one holds a tensor.
     """
     import triton
 
-    from ring_flash_attn.kernels import launches
+    from ring_flash_attn.kernels import grad_parts, launches
     from ring_flash_attn.kernels.base import Call, Grads, Saved, State
     from ring_flash_attn.kernels.triton.hopper import host
     from ring_flash_attn.plan.layout import Span
@@ -106,29 +109,38 @@ def passes(headdim: int, headdim_v: int, deterministic: bool) -> tuple[Passes, b
         sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
         sets.append((q, k, v, dout, State(torch.empty_like(dout), lse), lse, delta, Grads(*sums)))
     copies = tuple(torch.zeros(2, 1, 4, 4, 1100).unbind())
+    parts = [torch.zeros(1, 1100, 4, width) for width in (headdim, headdim_v)]
     found = []
+    launches.stream_handle = lambda device: utils.stream  # type: ignore[assignment]
     back = host.ordered_backward if deterministic else host.backward
     hook = triton.knobs.runtime.launch_enter_hook
     for number in range(4):
         q, k, v, dout, state, lse, delta, grads = sets[number > 0]
         hook.add(told.append) if number == 2 else hook.calls.clear()
+        utils.stream = STREAMS[number]
         host.forward(q, k, v, tiles, state, call)
         stats = Saved(lse, delta)
         stats._memo["copies", 0.0] = copies  # made by a launch otherwise, at other places each time
         back(dout, q, k, v, tiles, stats, grads, call)
+        grad_parts.add_up(parts, (grads.dk, grads.dv), False)
         found.append(utils.launches.copy())
         utils.launches.clear()
     assert len(told) == len(found[2])
-    return found, all(each.flat for each in launches._launches._entries.values())
+    flat = [each.flat for each in launches._launches._entries.values()]
+    held = [x for each in flat if each for x in (*each.arguments, *(each.nested or ()))]
+    return found, all(flat), any(isinstance(x, Tensor) for x in held)
 
 
 @pytest.mark.parametrize("case", [(64, 64, False), (64, 64, True), (256, 128, False)], ids=str)
 def test_the_driver_gets_what_triton_passes_on(case: tuple[int, int, bool]) -> None:
     with compilers() as pool:
-        found, recorded = pool.submit(passes, *case).result()
-    first, without, through, again = found
+        found, recorded, holds = pool.submit(passes, *case).result()
     assert recorded
-    assert len(first) >= 2
+    assert not holds
+    for launches, stream in zip(found, STREAMS, strict=True):
+        assert [launch.pop(STREAM) for launch in launches] == [stream] * len(launches)
+    first, without, through, again = found
+    assert len(first) >= 3
     assert without == through == again
     assert without != first, "these are the tensors of the first launch"
     assert [launch[:3] for launch in without] == [launch[:3] for launch in first]
