@@ -144,3 +144,19 @@ def test_the_driver_gets_what_triton_passes_on(case: tuple[int, int, bool]) -> N
     assert without == through == again
     assert without != first, "these are the tensors of the first launch"
     assert [launch[:3] for launch in without] == [launch[:3] for launch in first]
+
+
+def test_hooks_of_any_kind_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes a chain of hooks, a function, or None."""
+    import triton
+
+    from ring_flash_attn.kernels.flat_launch import hooked
+
+    runtime, chain = triton.knobs.runtime, type(triton.knobs.runtime.launch_enter_hook)
+    full = chain()
+    full.add(print)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        for hook, heard in ((None, False), (chain(), False), (full, True), (print, True)):
+            with monkeypatch.context() as patch:
+                patch.setattr(runtime, name, hook)
+                assert hooked() is heard
