@@ -222,7 +222,8 @@ def find_settings(
     size = check_world_size(world_size, default)
     joined = launch.torchrun_rank() is not None
     linked = any(value is not None for value in (link, *numbers.values()))
-    if replay or linked or (where.type == "cuda" and not joined and gpus < size):
+    alone = where.type == "cuda" and not joined and gpus < size and backend is None
+    if replay or linked or alone:
         if joined:
             raise ValueError("--replay and --link need one process: start it without torchrun")
         check_no_group("this is a replay on one device", backend, timeout)

@@ -150,6 +150,13 @@ def launch_size(tiles: Sequence[Tile], block: int, loop: int) -> LaunchSize:
     return LaunchSize(int(items), float(longest) * loop * block, float(total))
 
 
+def padded_pairs(tiles: Sequence[Tile], block: int) -> float:
+    """Pairs of a query and a key if queries were padded to whole blocks, each with as many keys."""
+    known = Tiles.of(tiles)
+    rows = known.query[1]
+    return float((doubles(known.pairs) * ((rows + block - 1) // block * block) / rows).sum())
+
+
 def table(
     tiles: Sequence[Tile],
     block: int,

@@ -12,7 +12,12 @@ LAUNCHES = 8  # more only to save memory
 
 
 def by_size(
-    sources: list[list[int]], rows: Sequence[dict[int, int]], limit: int, few: int, most: int
+    sources: list[list[int]],
+    rows: Sequence[dict[int, int]],
+    limit: int,
+    alone: int,
+    few: int,
+    most: int,
 ) -> list[Groups]:
     """As few groups as the keys allow that they bring to the rank that gets most.
 
@@ -20,11 +25,13 @@ def by_size(
         sources: those of each rank.
         rows: how many keys each of them brings.
         limit: keys of a group.
+        alone: keys of the only group.
         few: more groups only to save memory.
         most: keys of a group then, if that is more.
     """
     longest = max(map(len, sources))
-    fewest = max(-(-sum(each.values()) // limit) for each in rows) if limit else 0
+    arriving = max(sum(each.values()) for each in rows)
+    fewest = max(-(-arriving // limit), 1 + (arriving > alone)) if limit else 0
     for count in range(min(longest, max(1, min(few, fewest))), longest):
         brings = limit if count < few else max(limit, most)
         found = [

@@ -196,3 +196,43 @@ def test_launches_without_triton(headdim: int) -> None:
         got = _in_one_order(*_inputs(headdim, torch.bfloat16, 2, 1000))
         assert all(torch.equal(x, want) for x, want in zip(got, wanted, strict=True))
     assert len(told) >= 3
+
+
+@pytest.mark.parametrize(
+    ("headdim", "headdim_v", "nheads", "nheads_k"),
+    [(64, 64, 8, 1), (80, 80, 12, 3), (128, 128, 32, 2), (192, 128, 6, 1), (256, 256, 8, 1)],
+)
+def test_packed_heads(headdim: int, headdim_v: int, nheads: int, nheads_k: int) -> None:
+    """Documents that end inside of blocks, on one device and in a ring, with a window or without."""
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    generator = torch.Generator().manual_seed(nheads + headdim)
+    lengths = torch.randint(1, 300, (9,), generator=generator).tolist()
+    offsets = [0, *itertools.accumulate(lengths)]
+    shapes = [(nheads, headdim), (nheads_k, headdim), (nheads_k, headdim_v)]
+    exact = [torch.randn(offsets[-1], *shape, generator=generator).bfloat16() for shape in shapes]
+    q, k, v = (x.cuda() for x in exact)
+    failures = []
+    for options in ({}, {"window_size": (100, 0)}, {"softcap": 5.0}):
+        causal = {"causal": True, **options}
+        want, want_lse = oracle(*(x.double().cuda() for x in exact), Rules(**causal), offsets, offsets)
+        for world_size in (1, 3):
+            with mock.patch.object(host, "launch", wraps=host.launch) as launches:
+                out, lse, _ = rfa.virtual_ring_attention(
+                    q,
+                    k,
+                    v,
+                    world_size=world_size,
+                    layout="flat_contiguous",
+                    route="ring",
+                    cu_seqlens=torch.tensor(offsets, device="cuda"),
+                    kernel="triton",
+                    return_attn_probs=True,
+                    **causal,
+                )
+            packs = {call.args[7]["PACK_GQA"] for call in launches.call_args_list}
+            error = float((out.double() - want).abs().max() / want.abs().max())
+            of_lse = float((lse.double() - want_lse).abs().max())
+            if max(packs) == 1 or not error < TOLERANCE[q.dtype] or not of_lse < 1e-3:
+                failures.append(f"{options} {world_size} {packs}: {error} {of_lse}")
+    assert not failures, "\n".join(failures)

@@ -438,6 +438,7 @@ gl = SimpleNamespace(
     full=lambda shape, value, dtype, layout: _block(torch.full(shape, value, dtype=dtype)),
     zeros=lambda shape, dtype, layout: _block(torch.zeros(shape, dtype=dtype)),
     arange=lambda a, b, layout: _block(torch.arange(a, b)),
+    zeros_like=torch.zeros_like,
     where=lambda seen, a, b: torch.where(torch.as_tensor(seen), a, b),
     maximum=_either(max, torch.maximum),
     minimum=_either(min, torch.minimum),

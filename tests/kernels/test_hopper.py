@@ -74,6 +74,28 @@ CASES = {
     ),
     "query_ring": replace(SMALL, route="query_ring"),
     "mqa": replace(SMALL, nheads_k=1),
+    "eight_heads": replace(SMALL, lengths=(33, 20, 130), nheads=8, nheads_k=1, headdim=64),
+    "eight_heads_carried": replace(
+        ONE,
+        batch=None,
+        lengths=(300, 9, 150, 70),
+        world_size=4,
+        nheads=16,
+        options={**CAUSAL, "sources_per_launch": 1},
+    ),
+    "four_heads": replace(
+        SMALL,
+        batch=(2, 150, 170),
+        layout="contiguous",
+        nheads=8,
+        sink=True,
+        dtype="bf16",
+        options={"window_size": (20, 5), "softcap": 3.0},
+    ),
+    "four_heads_256": replace(
+        SMALL, lengths=(33, 150), nheads=4, nheads_k=1, headdim=256, headdim_v=256
+    ),
+    "two_heads": replace(SMALL, nheads=6, nheads_k=1, headdim=128, headdim_v=64),
     "headdim_40": replace(SMALL, headdim=40, headdim_v=24),
     "headdim_96": replace(SMALL, lengths=(290,), headdim=96, headdim_v=96),
     "headdim_128": replace(SMALL, lengths=(290,), headdim=128, headdim_v=128),
@@ -478,3 +500,21 @@ def test_programs_share_the_work_and_leave_the_counter_at_zero(pool: Ranks) -> N
         for found in errors:
             assert all(error < DTYPES["bf16"][1] for error in found.values()), found
         assert counter == 0
+
+
+def _packs(rank: int, world_size: int) -> list[int]:
+    """How many heads share blocks of queries, in calls with more and more reason to."""
+    found = []
+    shapes = [(4, 4, 33), (5, 1, 33), (12, 2, 33), (8, 2, 33), (64, 4, 33), (8, 1, 256), (8, 1, 257)]
+    for nheads, nheads_k, tokens in shapes:
+        q, *kv = (torch.randn(1, tokens, heads, 64).half() for heads in (nheads, nheads_k, nheads_k))
+        with _counted() as launches:
+            rfa.triton_flash_attn_func(q, *kv, causal=True)
+        (call,) = launches.call_args_list
+        found.append(call.args[7]["PACK_GQA"])
+    return found
+
+
+def test_heads_are_packed_where_that_fills_blocks(pool: Ranks) -> None:
+    for found in pool.run(_packs):
+        assert found == [1, 1, 2, 4, 8, 1, 8]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 SHARED = 226 * 1024  # of 227 KiB one is for barriers of warps
 FORWARD = {"WINDOW": False, "SOFTCAP": False, "SINK": False, "SHORT_DOCS": False}
-FORWARD |= {"RESULT": True, "SINGLE_LAUNCH": True, "HALVES": False}
+FORWARD |= {"RESULT": True, "SINGLE_LAUNCH": True, "HALVES": False, "PACK_GQA": 1}
 CARRIED = {"RESULT": False, "SINGLE_LAUNCH": False}
 BACKWARD = {"SOFTCAP": False, "SHORT_DOCS": False, "FRESH": True}
 
@@ -44,6 +44,9 @@ CASES = [
     Case("forward", 128, flags={"SINGLE_LAUNCH": False}),
     Case("forward", 128, flags={"SHORT_DOCS": True, "HALVES": True, **CARRIED}),
     Case("forward", 64, flags={"SOFTCAP": True, "SHORT_DOCS": True}),
+    *(Case("forward", d, flags={"PACK_GQA": 8}) for d in (64, 128, 256)),
+    Case("forward", 128, flags={"PACK_GQA": 8, "WINDOW": True, "SHORT_DOCS": True, **CARRIED}),
+    Case("forward", 128, flags={"PACK_GQA": 2, "SINGLE_LAUNCH": False, "HALVES": True}),
     *(Case("backward", d) for d in (32, 64, 128)),
     Case("backward", 256, flags={"DQ": False}),
     Case("backward", 256, 128),
@@ -88,7 +91,7 @@ def _compile(case: Case) -> Code:
     constants = {"D": d, "DV": dv, "STAGES": sizes.stages, "EVEN": True}
 
     def blocks(*shape: int, dtype: str = case.dtype) -> str:
-        whole = [1, 1, *shape]
+        whole = [1] * (4 - len(shape)) + list(shape)
         layout = gl.NVMMASharedLayout.get_default_for(whole, elements[dtype])
         return f"tensordesc<{dtype}{whole},{layout!r}>"
 
@@ -102,7 +105,8 @@ def _compile(case: Case) -> Code:
         types |= {"dq_desc": blocks(*host.added(d, sizes.block), dtype="fp32")}
         types |= dict.fromkeys(("lse_desc", "delta_desc"), blocks(1, sizes.block, dtype="fp32"))
     else:
-        types = {"q_desc": blocks(64, d), "do_desc": blocks(64, dv)}
+        heads = case.flags.get("PACK_GQA", 1)
+        types = {"q_desc": blocks(heads, 64 // heads, d), "do_desc": blocks(64, dv)}
         types |= {"k_desc": blocks(sizes.block, d), "v_desc": blocks(sizes.block, dv)}
         constants |= {"BLOCK_N": sizes.block}
     if case.kernel == "forward":

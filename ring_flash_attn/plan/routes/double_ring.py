@@ -110,7 +110,7 @@ def _groups(problem: Problem, nodes: list[Node], few: int) -> list[Groups]:
         max((brings(user, each) for user in node), key=lambda found: sum(found.values()))
         for node, each in zip(nodes, sources, strict=True)
     ]
-    return by_size(sources, rows, _MANY_TOKENS, few, _MOST_TOKENS)
+    return by_size(sources, rows, _MANY_TOKENS, _MANY_TOKENS, few, _MOST_TOKENS)
 
 
 def _below(nodes: list[Node], rank: int, hop: int) -> int:

@@ -149,13 +149,25 @@ def _make_groups(problem: Problem, backward: bool) -> list[Groups] | None:
         return None
     groups = _grouped(problem, sources, backward)
     count = max(map(len, groups))
-    if count > 1:
-        starts = [rank % count * len(each) // count for rank, each in enumerate(sources)]
-        turned = [each[n:] + each[:n] for n, each in zip(starts, sources, strict=True)]
-        others, rows = _grouped(problem, turned, backward), problem.received()
+    rows = problem.received()
+    for turn in (_by_share, _by_group) if count > 1 else ():
+        turned = [turn(*each, rank % count) for rank, each in enumerate(zip(sources, groups))]
+        others = _grouped(problem, turned, backward)
         if 4 * most_sent(others, rows) <= 3 * most_sent(groups, rows):
             return others
     return groups
+
+
+def _by_share(sources: list[int], groups: Groups, number: int) -> list[int]:
+    """Sources from a share of them on: those of group `number`, where groups are equal."""
+    first = number * len(sources) // len(groups)
+    return sources[first:] + sources[:first]
+
+
+def _by_group(sources: list[int], groups: Groups, number: int) -> list[int]:
+    """Sources behind as many as the last `number` groups have: so many, the farthest ones, lead."""
+    first = sum(map(len, groups[len(groups) - number :]))
+    return sources[first:] + sources[:first]
 
 
 def _grouped(problem: Problem, sources: list[list[int]], backward: bool) -> list[Groups]:
@@ -165,12 +177,17 @@ def _grouped(problem: Problem, sources: list[list[int]], backward: bool) -> list
         count = -(-max(map(len, sources)) // most)
         return [split(each, count) for each in sources]
     shard = -(-sum(problem.lengths_k) // problem.world_size)
-    # Half a shard more: those of some ranks are larger than the mean. Backward, gradients of as
-    # many rows are in flight besides; forward, there is room for fewer groups.
-    shards = (4 if backward else 6) if shard <= _FEW_TOKENS else 2
-    limit = shards * shard + shard // 2
+    # Half a shard more: those of some ranks are larger than the mean. Backward, gradients in fp32
+    # of as many rows are in flight besides; forward, there is room for fewer groups.
+    if shard > _FEW_TOKENS:
+        shards = alone = 2
+    elif backward:
+        shards = alone = 4
+    else:
+        shards, alone = 8, 6
+    limit, alone = (number * shard + shard // 2 for number in (shards, alone))
     few = LAUNCHES - 1 - backward  # beside our own keys, which take two launches backward
-    return by_size(sources, problem.received(), limit, few, _MOST_TOKENS)
+    return by_size(sources, problem.received(), limit, alone, few, _MOST_TOKENS)
 
 
 def _sources(problem: Problem, rank: int) -> list[int]:

@@ -23,7 +23,11 @@ starts late, because something else runs on its SM, the others do all; where not
 expected, because there is but one launch (SINGLE_LAUNCH), all but its first item, which it need not
 ask for. Where a state is carried, the producer also prefetches the next item's into L2.
 
-Of an item with at most 64 queries consumer 1 has none. Where many are like that (HALVES), it only
+Query heads that share keys can share items (PACK_GQA): with 8 of them an item is 16 queries of all 8,
+8 queries for each consumer, head after head in its 64 rows. A block that ends with its document then
+leaves fewer rows empty. See `pack_gqa` in `host.py`.
+
+Of an item with at most 64 rows consumer 1 has none. Where many are like that (HALVES), it only
 arrives at the barriers.
 
     mbarrier        who arrives       what it says
@@ -87,6 +91,7 @@ from .primitives import (
     next_item,
     place,
     read_item,
+    rows_and_heads,
     rows_of,
     tile_entry,
     write,
@@ -113,10 +118,15 @@ class FwdTraits(NamedTuple):
     EVEN: Any
     SINGLE_LAUNCH: Any
     HALVES: Any
+    PACK_GQA: Any
 
 
 class FwdInputs(NamedTuple):
-    """What the producer loads: TMA descriptors, and how heads go together."""
+    """What the producer loads: TMA descriptors, and how heads go together.
+
+    Attributes:
+        nheads, group: in packs of PACK_GQA query heads: all, and those of a KV head.
+    """
 
     q: Any
     k: Any
@@ -128,7 +138,7 @@ class FwdInputs(NamedTuple):
 class FwdShared(NamedTuple):
     """Shared memory and its mbarriers."""
 
-    q: Any  # [ITEMS * 2, HALF, D]
+    q: Any  # [ITEMS * 2, HALF, D]; rows of a head together
     k: Any  # [STAGES, BLOCK_N, D]
     v: Any  # [STAGES, BLOCK_N, DV]
     item: Any  # [ITEMS, 16]
@@ -206,14 +216,15 @@ def await_release(FIRST_BARRIER: gl.constexpr, empty, stage, phase, NARROW: gl.c
 
 
 @gluon.jit
-def prefetch_state(output, batch, head, row, rows, DV: gl.constexpr):
+def prefetch_state(output, batch, head, row, rows, DV: gl.constexpr, PACK_GQA: gl.constexpr):
     """Have a state in L2 before the consumers ask for it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    each = row + gl.minimum(gl.arange(0, 2 * HALF, layout), rows - 1)
+    within, heads = rows_and_heads(gl.arange(0, 2 * HALF, layout), 2 * HALF, PACK_GQA)
+    each, heads = row + gl.minimum(within, rows - 1), head + heads
     batch = batch.to(gl.int64)
-    lse = output.lse + (batch * output.lse_strides[0] + head * output.lse_strides[2])
-    prefetch(lse + each * output.lse_strides[1])
-    out = output.out + (batch * output.out_strides[0] + head * output.out_strides[2])
+    lse = output.lse + batch * output.lse_strides[0]
+    prefetch(lse + (heads * output.lse_strides[2] + each * output.lse_strides[1]))
+    out = output.out + batch * output.out_strides[0] + heads * output.out_strides[2]
     out += each.to(gl.int64) * output.out_strides[1]
     for i in gl.static_range(DV // 32):
         prefetch(out + gl.minimum(i * 32, output.dv - 1))
@@ -229,6 +240,7 @@ def produce(inputs, scheduler, shared, output, traits: gl.constexpr):
     OWN: gl.constexpr = traits.SINGLE_LAUNCH
     SHORT_DOCS: gl.constexpr = traits.SHORT_DOCS
     NARROW: gl.constexpr = traits.DV <= HALF
+    QUERIES: gl.constexpr = HALF // traits.PACK_GQA
     i, n, shorts, number = 0, 0, 0, first_item(scheduler.counter, items, OWN)
     while number < items:
         block, pair = place(number, scheduler.pairs, scheduler.block_count, scheduler.section)
@@ -239,14 +251,14 @@ def produce(inputs, scheduler, shared, output, traits: gl.constexpr):
         if begin >= end:  # they see nothing: let them look at one block
             begin, end = 0, 1
         batch, head = pair // inputs.nheads, pair % inputs.nheads
-        head_k = head // inputs.group
+        head_k, head = head // inputs.group, head * traits.PACK_GQA
         here = n % ITEMS
         mbarrier.wait(shared.item_empty.index(here), ((n // ITEMS) & 1) ^ 1)
         q_full = shared.q_full.index(here)
         mbarrier.expect(q_full, 2 * inputs.q.block_type.nbytes)
         for c in gl.static_range(2):
             q = shared.q.index(here * 2 + c)
-            load_tile(inputs.q, batch, head, own.row + c * HALF, q_full, q, False)
+            load_tile(inputs.q, batch, head, own.row + c * QUERIES, q_full, q, False)
         write_item(
             shared.item.index(here),
             Item(
@@ -257,7 +269,7 @@ def produce(inputs, scheduler, shared, output, traits: gl.constexpr):
         mbarrier.arrive(shared.item_full.index(here))
         if not OWN:
             if (own.flags & FIRST) == 0:
-                prefetch_state(output, batch, head, own.row, own.rows, traits.DV)
+                prefetch_state(output, batch, head, own.row, own.rows, traits.DV, traits.PACK_GQA)
         k_len = keys.length
         tile = own.tile
         while tile < own.last_tile:
@@ -287,11 +299,13 @@ def produce(inputs, scheduler, shared, output, traits: gl.constexpr):
 
 @gluon.jit
 def masked(
-    x, other, j, keys, i0, C: gl.constexpr, BLOCK_N: gl.constexpr, EIGHTS: gl.constexpr = False
+    x, other, j, keys, i0, C: gl.constexpr, BLOCK_N: gl.constexpr, EIGHTS: gl.constexpr = False,
+    PACK_GQA: gl.constexpr = 1,
 ):
     """(queries, keys) of the block from j on; `other` where a row does not see the key."""
     at = inside(j, keys.length, BLOCK_N)
-    return in_band(x, other, i0 + C * HALF, keys.low, keys.high, j, keys.length, at, EIGHTS)
+    i0 += C * (HALF // PACK_GQA)
+    return in_band(x, other, i0, keys.low, keys.high, j, keys.length, at, EIGHTS, PACK_GQA)
 
 
 @gluon.jit
@@ -350,7 +364,9 @@ def run(
         if SOFTCAP:
             s = capped(s, scores.scale, scores.softcap)
         if MASKED:
-            s = masked(s, float("-inf"), j, keys, i0, C, BLOCK_N, traits.DV > 128)
+            s = masked(
+                s, float("-inf"), j, keys, i0, C, BLOCK_N, traits.DV > 128, traits.PACK_GQA
+            )
             s, m, total, rescale = softmax(s, m, total, scores, SOFTCAP)
             p = gl.convert_layout(s.to(dtype), p_layout)
             acc, p = warpgroup_mma_wait(0, deps=(pending, p))
@@ -381,7 +397,7 @@ def run(
 
 @gluon.jit
 def consume(C: gl.constexpr, output, tiles_ptr, shared, scores, traits: gl.constexpr):
-    """Output and lse of 64 queries of each item."""
+    """Output and lse of 64 rows of each item."""
     ITEMS: gl.constexpr = shared.item.shape[0]
     i, n = 0, 0
     if C == 1:
@@ -389,7 +405,7 @@ def consume(C: gl.constexpr, output, tiles_ptr, shared, scores, traits: gl.const
     mbarrier.wait(shared.item_full.index(0), 0)
     while read_item(shared.item.index(n % ITEMS)).rows > 0:
         if traits.HALVES and C == 1:
-            if read_item(shared.item.index(n % ITEMS)).rows > HALF:
+            if read_item(shared.item.index(n % ITEMS)).rows > HALF // traits.PACK_GQA:
                 i = attend(C, output, tiles_ptr, shared, scores, i, n, traits)
             else:
                 i = skip_item(C, tiles_ptr, shared, i, n, traits)
@@ -431,34 +447,41 @@ def skip_item(C: gl.constexpr, tiles_ptr, shared, i, n, traits: gl.constexpr):
 
 
 @gluon.jit
-def lse_of(C: gl.constexpr, item, output, LAYOUT: gl.constexpr):
+def lse_of(C: gl.constexpr, item, output, PACK_GQA: gl.constexpr, LAYOUT: gl.constexpr):
     """Where the lse of a consumer's rows are, and which there are."""
-    rows = C * HALF + gl.arange(0, HALF, LAYOUT)
+    rows, heads = rows_and_heads(gl.arange(0, HALF, LAYOUT), HALF, PACK_GQA)
+    rows += C * (HALF // PACK_GQA)
     begin = rows_of(item, output.lse, output.lse_strides)
-    return begin + rows * output.lse_strides[1], rows < read_item(item).rows
+    offsets = rows * output.lse_strides[1] + heads * output.lse_strides[2]
+    return begin + offsets, rows < read_item(item).rows
 
 
 @gluon.jit
-def out_of(C: gl.constexpr, item, output, DV: gl.constexpr, EVEN: gl.constexpr):
+def out_of(C: gl.constexpr, item, output, traits: gl.constexpr):
     """Where a consumer's rows of the state's output are, and which there are."""
+    PACK_GQA: gl.constexpr = traits.PACK_GQA
+    DV: gl.constexpr = traits.DV
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    rows = C * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    rows, heads = rows_and_heads(gl.arange(0, HALF, row_layout), HALF, PACK_GQA)
+    rows += C * (HALF // PACK_GQA)
     begin = rows_of(item, output.out, output.out_strides)
     columns = gl.arange(0, DV, gl.SliceLayout(0, layout))
     there = (rows < read_item(item).rows)[:, None]
-    if not EVEN:
+    if not traits.EVEN:
         there = there & (columns < output.dv)[None, :]
-    return (begin + rows * output.out_strides[1])[:, None] + columns[None, :], there
+    offsets = rows * output.out_strides[1] + heads * output.out_strides[2]
+    return (begin + offsets)[:, None] + columns[None, :], there
 
 
 @gluon.jit
 def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.constexpr):
-    """Output and lse of 64 queries; n counts items and i blocks of keys."""
+    """Output and lse of 64 rows; n counts items and i blocks of keys."""
     STAGES: gl.constexpr = shared.k.shape[0]
     ITEMS: gl.constexpr = shared.item.shape[0]
     BLOCK_N: gl.constexpr = traits.BLOCK_N
     DV: gl.constexpr = traits.DV
-    EVEN: gl.constexpr = traits.EVEN
+    QUERIES: gl.constexpr = HALF // traits.PACK_GQA
     SOFTCAP: gl.constexpr = traits.SOFTCAP
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -479,10 +502,10 @@ def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.
     # `../forward.py`.
     lse = gl.full([HALF], float("-inf"), gl.float32, s_rows)
     acc = gl.zeros([HALF, DV], gl.float32, o_layout)
-    lse_ptrs, there_s = lse_of(C, slot, output, s_rows)
+    lse_ptrs, there_s = lse_of(C, slot, output, traits.PACK_GQA, s_rows)
     if not traits.SINGLE_LAUNCH:
         is_first = (item.flags & FIRST) != 0
-        out_ptrs, there_o = out_of(C, slot, output, DV, EVEN)
+        out_ptrs, there_o = out_of(C, slot, output, traits)
         if traits.SINK or not is_first:
             lse = gl.load(lse_ptrs, mask=there_s, other=float("-inf"))
         if not is_first:
@@ -511,11 +534,11 @@ def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.
     release(K_EMPTY, shared.k_empty, stage, NARROW)
     if SOFTCAP:
         s = capped(s, scores.scale, scores.softcap)
-    partly = j + BLOCK_N > gl.minimum(keys.length, i0 + C * HALF + keys.high + 1)
+    partly = j + BLOCK_N > gl.minimum(keys.length, i0 + C * QUERIES + keys.high + 1)
     if traits.WINDOW:
-        partly = partly | (j < i0 + C * HALF + HALF - 1 + keys.low)
+        partly = partly | (j < i0 + C * QUERIES + QUERIES - 1 + keys.low)
     if partly:
-        s = masked(s, float("-inf"), j, keys, i0, C, BLOCK_N, DV > 128)
+        s = masked(s, float("-inf"), j, keys, i0, C, BLOCK_N, DV > 128, traits.PACK_GQA)
     s, m, total, rescale = softmax(s, m, total, scores, SOFTCAP)
     acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
     state = Softmax(acc, m, total, gl.convert_layout(s.to(dtype), p_layout))
@@ -527,10 +550,10 @@ def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.
         if tile + 1 < last_tile:
             _, following = span_of(tiles_ptr + (tile + 1) * TILE_COLUMNS, i0, rows)
         if traits.WINDOW:
-            left = gl.minimum(i0 + C * HALF + HALF - 1 + keys.low, keys.end)
+            left = gl.minimum(i0 + C * QUERIES + QUERIES - 1 + keys.low, keys.end)
             state, i, j = run(C, True, state, i, j, left, q, i0, keys, shared, scores, traits)
         # Blocks that end here need no mask on the right.
-        right = gl.minimum(keys.length, i0 + C * HALF + keys.high + 1) - BLOCK_N + 1
+        right = gl.minimum(keys.length, i0 + C * QUERIES + keys.high + 1) - BLOCK_N + 1
         right = gl.minimum(right, keys.end)  # 1 if they see nothing
         state, i, j = run(C, False, state, i, j, right, q, i0, keys, shared, scores, traits)
         state, i, j = run(C, True, state, i, j, keys.end, q, i0, keys, shared, scores, traits)
@@ -549,15 +572,18 @@ def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.
     inverse = gl.convert_layout(gl.where(seen, 1.0 / total, 0.0), o_rows)[:, None]
     acc = gl.where(inverse != 0, acc * inverse, 0.0)
     lse = gl.where(seen, (state.m + gl.log2(total)) * LN2, float("-inf"))
-    lse_ptrs, there_s = lse_of(C, slot, output, s_rows)
+    lse_ptrs, there_s = lse_of(C, slot, output, traits.PACK_GQA, s_rows)
     gl.store(lse_ptrs, lse, mask=there_s)
     if traits.SINGLE_LAUNCH or (read_item(slot).flags & FINAL) != 0:
         result = rows_of(slot, output.result, output.result_strides)
         rows = read_item(slot).rows
-        write(result, acc, q, C, rows, output.dv, output.result_strides[1], EVEN)
+        strides = output.result_strides
+        write(
+            result, acc, q, C, rows, output.dv, strides[1], traits.EVEN, traits.PACK_GQA, strides[2]
+        )
         fence_async_shared()  # TMA writes there next
     else:
-        out_ptrs, there_o = out_of(C, slot, output, DV, EVEN)
+        out_ptrs, there_o = out_of(C, slot, output, traits)
         gl.store(out_ptrs, acc, mask=there_o)
     mbarrier.arrive(shared.item_empty.index(here))
     return i
@@ -571,7 +597,7 @@ def forward_kernel(
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     ITEMS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr,
     RESULT: gl.constexpr, SHORT_DOCS: gl.constexpr, EVEN: gl.constexpr, SINGLE_LAUNCH: gl.constexpr,
-    HALVES: gl.constexpr,
+    HALVES: gl.constexpr, PACK_GQA: gl.constexpr,
 ):
     """Output and lse of blocks of queries, one after the other: all tiles of their span."""
     dtype: gl.constexpr = q_desc.dtype
@@ -598,7 +624,8 @@ def forward_kernel(
     else:
         k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
     traits: gl.constexpr = FwdTraits(
-        BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, SHORT_DOCS, EVEN, SINGLE_LAUNCH, HALVES
+        BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, SHORT_DOCS, EVEN, SINGLE_LAUNCH, HALVES,
+        PACK_GQA,
     )
     inputs = FwdInputs(q_desc, k_desc, v_desc, nheads, group)
     scheduler = TileScheduler(blocks_ptr, tiles_ptr, counter_ptr, count, section, pairs)

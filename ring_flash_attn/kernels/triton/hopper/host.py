@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ....plan.tiles import Tile
 from ...base import Call, Grads, Saved, State
+from ...device_cache import DeviceCache
 from ...grad_parts import add_up, make_parts
 from ...launches import INTERPRETED, again, first, power_of_2
 from ...row_stats import row_stats
 from ...scheduler import counter, free_processors, programs, section, split
-from ...tables import Table, table
+from ...tables import Table, padded_pairs, table
 from ...tma import fit, tma_strides
 
 VARIABLE = "RFA_HOPPER"
@@ -26,6 +27,8 @@ _MAX_HEADDIM = 256
 _HALF = 64  # rows of a consumer
 _PIECE = 64  # columns of dQ that are added at once, where heads are wide
 _REGISTERS = 168  # of a thread when a kernel begins; groups of warps exchange them later
+_PACKED = 8  # query heads in a block at most
+_LESS = 0.99  # of the pairs without, where rows are padded
 
 
 class Sizes(NamedTuple):
@@ -55,6 +58,9 @@ _QUERIES = {
     128: Sizes(64, 2),
     256: Sizes(64, 1),
 }
+
+
+_packed: DeviceCache[tuple[int, Table]] = DeviceCache()
 
 
 def can(call: Call) -> bool:
@@ -126,14 +132,15 @@ def forward(
         out = state.lse.as_strided((1, 1, 1, 1), (0, 0, 0, 0))
     d, dv = padded(call.headdim), padded(call.headdim_v)
     sizes = _FORWARD[max(64, d, dv)]
-    work = table(tiles, 2 * _HALF, sizes.block, False, q.device)
+    heads, work = pack_gqa(tiles, sizes.block, call)
+    queries = (_HALF, d) if heads == 1 else (heads, _HALF // heads, d)
     launch(
         forward_kernel,
-        ((q, (_HALF, d)), (k, (sizes.block, d)), (v, (sizes.block, dv))),
+        ((q, queries), (k, (sizes.block, d)), (v, (sizes.block, dv))),
         (out, state.lse, result),
         work,
         call,
-        call.nheads,
+        call.nheads // heads,
         {"dv": call.headdim_v},
         {
             "BLOCK_N": sizes.block,
@@ -148,10 +155,28 @@ def forward(
             "SHORT_DOCS": work.short,
             "EVEN": dv == call.headdim_v,
             "HALVES": work.halves,
+            "PACK_GQA": heads,
             "SINGLE_LAUNCH": alone,  # else transfers may run on some SMs
         },
         counter(q.device),
     )
+
+
+def pack_gqa(tiles: Sequence[Tile], block: int, call: Call) -> tuple[int, Table]:
+    """How many query heads with the same keys share blocks of rows of the forward pass; its table.
+
+    One, unless more leave enough fewer rows empty.
+    """
+    group = call.nheads // call.nheads_k
+    packed = min(group & -group, _PACKED)
+
+    def make() -> tuple[int, Table]:
+        rows, few = 2 * _HALF, 2 * _HALF // packed
+        if packed > 1 and padded_pairs(tiles, few) < _LESS * padded_pairs(tiles, rows):
+            return packed, table(tiles, few, block, False, call.device)
+        return 1, table(tiles, rows, block, False, call.device)
+
+    return _packed.get(tiles, call.device, (packed, block), make)
 
 
 def backward(
@@ -326,11 +351,12 @@ def launch(
     pairs = tensors[0].shape[0] * nheads
     count = len(work.blocks)
     blocks = [block for _, block in tiled]
+    packed = constants.get("PACK_GQA", 1)
     numbers = {
         "scale": float(call.softmax_scale),
         "softcap": float(call.softcap or 1.0),
         "heads": nheads,
-        "group": call.nheads // (call.nheads_k * widths.get("parts", 1)),
+        "group": call.nheads // (call.nheads_k * widths.get("parts", 1) * packed),
         "count": count,
         "section": section(pairs, nheads, work, call),
         **({} if taken is None else {"pairs": pairs}),

@@ -256,10 +256,25 @@ def in_eights(x):
 
 
 @gluon.jit
-def in_band(x, other, row, low, high, begin, end, at, EIGHTS: gl.constexpr = False):
+def rows_and_heads(each, ROWS: gl.constexpr, PACK_GQA: gl.constexpr):
+    """Which query of which head each of ROWS rows is, where so many heads are packed, head by head.
+
+    It is all one to the compiler where one head is.
+    """
+    if PACK_GQA == 1:
+        return each, gl.zeros_like(each)
+    else:
+        return each % (ROWS // PACK_GQA), each // (ROWS // PACK_GQA)
+
+
+@gluon.jit
+def in_band(
+    x, other, row, low, high, begin, end, at, EIGHTS: gl.constexpr = False,
+    PACK_GQA: gl.constexpr = 1,
+):
     """x; `other` outside of columns begin … end, and outside of low … high from its row on.
 
-    Rows are counted from `row`, columns from `at`. With EIGHTS columns are counted in groups of 8:
+    Rows are counted from `row`, those of each packed head, columns from `at`. With EIGHTS columns are counted in groups of 8:
     then a thread's registers differ in nothing but the group, which the compiler knows, so that no
     register holds it.
     """
@@ -270,13 +285,15 @@ def in_band(x, other, row, low, high, begin, end, at, EIGHTS: gl.constexpr = Fal
         x = in_eights(x)
         by_column: gl.constexpr = gl.SliceLayout(1, x.type.layout)
         by_group: gl.constexpr = gl.SliceLayout(2, x.type.layout)
-        rows = row - at + gl.arange(0, ROWS, gl.SliceLayout(1, by_column))
+        each = gl.arange(0, ROWS, gl.SliceLayout(1, by_column))
+        rows = row - at + rows_and_heads(each, ROWS, PACK_GQA)[0]
         within = gl.arange(0, 8, gl.SliceLayout(0, by_column))[None, :]
         first = (gl.maximum(rows + low, begin - at)[:, None] - within)[:, None, :]
         last = (gl.minimum(rows + high, end - 1 - at)[:, None] - within)[:, None, :]
         columns = 8 * gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, by_group))[None, :, None]
     else:
-        rows = row - at + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        each = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        rows = row - at + rows_and_heads(each, ROWS, PACK_GQA)[0]
         first = gl.maximum(rows + low, begin - at)[:, None]
         last = gl.minimum(rows + high, end - 1 - at)[:, None]
         columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
@@ -313,7 +330,10 @@ def clear_short(rows, shorts, stage, full, parts):
 
 
 @gluon.jit
-def write(ptr, acc, smem, C: gl.constexpr, rows, dv, stride, EVEN: gl.constexpr):
+def write(
+    ptr, acc, smem, C: gl.constexpr, rows, dv, stride, EVEN: gl.constexpr,
+    PACK_GQA: gl.constexpr = 1, head_stride=0,
+):
     """Round and store; through shared memory, so that a warp writes whole rows."""
     ROWS: gl.constexpr = acc.shape[0]
     DV: gl.constexpr = acc.shape[1]
@@ -323,12 +343,14 @@ def write(ptr, acc, smem, C: gl.constexpr, rows, dv, stride, EVEN: gl.constexpr)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DV], dtype)
     staged = smem._reinterpret(dtype, [ROWS, DV], layout)
     staged.store(acc.to(dtype))
-    here = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
+    here, heads = rows_and_heads(gl.arange(0, ROWS, gl.SliceLayout(1, wide)), ROWS, PACK_GQA)
+    here += C * (ROWS // PACK_GQA)
     columns = gl.arange(0, DV, gl.SliceLayout(0, wide))
     stored = (here < rows)[:, None]
     if not EVEN:
         stored = stored & (columns < dv)[None, :]
-    gl.store((ptr + here * stride)[:, None] + columns[None, :], staged.load(wide), mask=stored)
+    ptrs = ptr + (here * stride + heads * head_stride)
+    gl.store(ptrs[:, None] + columns[None, :], staged.load(wide), mask=stored)
 
 
 @gluon.jit
