@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
+from heapq import heappop, heappush
+from itertools import groupby
+from math import ceil
 
 import torch
 from torch import Tensor
 
 from .base import Call
 from .device_cache import capturing, stream_handle
-from .tables import LaunchSize, Table
+from .tables import WHOLE, LaunchSize, Pieces, Table
 
 MARGIN = "RFA_SM_MARGIN"
 _PROGRAMS = 8  # for each processor in a section: four times what runs at once
@@ -21,6 +25,11 @@ _LONGEST_HALVED = 1.25  # the same before every query head goes alone, which tak
 _UNEVEN = 1.05  # times a bound that no schedule reaches
 _PART = 192  # rows of queries: what it takes to begin a piece, and to add up its gradients
 _WORTH = 0.95  # of the time without: more parts take more memory
+_PIECES = 4  # at most, of the keys of a block of queries
+_LENGTHS = 24  # of items: where there are more, short ones fill the end
+_WAVES = (1.2, 2.2)  # of items that are cut, or all
+_BLOCK, _CARRY = 192, 320  # keys: what it takes to begin an item, and to take a state over
+_EVEN = 1.015  # times as long as if all programs ended together is good enough
 
 
 @cache
@@ -54,6 +63,8 @@ def section(pairs: int, nheads: int, work: Table, call: Call) -> int:
     And the last section is about as wide as the others: with few pairs it would not occupy all SMs.
     """
     sharing = nheads // call.nheads_k  # those with the same keys and values
+    if work.pieces > 1:  # pieces of the same rows are far from each other
+        return pairs
     if work.level:  # whatever comes last takes as long: there is nothing to win but the cache
         return sharing
     count = len(work.blocks)
@@ -117,6 +128,75 @@ def _in_parts(work: Table, pairs: int, group: int, parts: int, count: int) -> fl
     longest = max((n + 1) * work.work[n * count // each] for n in rounds) * group / parts
     even = pairs * group * work.total / count
     return max(even, _UNEVEN * longest) + items * _PART / count
+
+
+def pieces(work: Table, pairs: int, device: torch.device) -> Pieces:
+    """How to cut the longest items by their keys, so that all programs end together.
+
+    A piece goes on from the state that the one before leaves behind, so there has to be one.
+    Results depend on it: so not on how many processors are left to others.
+    """
+    programs, count = processors(device), len(work.work)
+    if len(set(work.work)) > _LENGTHS:
+        return WHOLE
+    even = (work.total + _BLOCK * count) * pairs / programs
+    best, fastest = WHOLE, _in_pieces(work, pairs, programs, WHOLE)
+    some = (ceil(waves * programs / pairs) for waves in _WAVES)
+    for blocks in sorted({min(count, each) for each in some} | {count}):
+        for number in range(2, _PIECES + 1):
+            if fastest <= _EVEN * even:
+                return best
+            found = Pieces(number, blocks)
+            time = _in_pieces(work, pairs, programs, found)
+            if time < (2 - _EVEN) * fastest:
+                best, fastest = found, time
+    return best
+
+
+def _in_pieces(work: Table, pairs: int, programs: int, pieces: Pieces) -> float:
+    """How long a launch takes, in keys of a block; see `_in_pieces` in `tables.py`."""
+    size = -(-work.longest // pieces.number)
+    rounds: list[list[tuple[float, int]]] = [[] for _ in range(1 + pieces.number)]
+    for length, same in groupby(work.work[: pieces.blocks]):
+        number, items = max(1, -(-length // size)), pairs * len(list(same))
+        cost = length / number + _BLOCK + (_CARRY if number > 1 else 0)
+        for each in rounds[1 + pieces.number - number :]:
+            each.append((cost, items))
+    for length, same in groupby(work.work[pieces.blocks :]):
+        items = pairs * len(list(same))
+        rounds[0 if length > size else -1].append((length + _BLOCK, items))
+    return _makespan([item for each in rounds for item in sorted(each, reverse=True)], programs)
+
+
+def _makespan(items: Sequence[tuple[float, int]], programs: int) -> float:
+    """When the last program ends, if each takes the next item as it can: how long, how many."""
+    free = [(0.0, programs)]  # from when on, and how many
+    for length, count in items:
+        while count:
+            since, idle = heappop(free)
+            taken = min(idle, count)
+            if taken < idle:
+                heappush(free, (since, idle - taken))
+            heappush(free, (since + length, taken))
+            count -= taken
+    return max(free)[0]
+
+
+def progress(rows: int, device: torch.device) -> Tensor:
+    """So many zeros, which the kernel that gets them leaves behind as zeros.
+
+    As with `counter`, kernels that run at the same time get different ones.
+    """
+    if capturing(device):
+        return torch.zeros(rows, dtype=torch.int32, device=device)
+    key = device, stream_handle(device)
+    found = _progress.get(key)
+    if found is None or len(found) < rows:
+        found = _progress[key] = torch.zeros(rows, dtype=torch.int32, device=device)
+    return found[:rows]
+
+
+_progress: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counter(device: torch.device) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor
 from ..plan.arrays import (
     Array,
     argsort,
+    before,
+    cat,
     counted,
     doubles,
     filled,
@@ -34,7 +36,8 @@ from ..plan.columns import breaks, ends_of, ranges
 from ..plan.tiles import Tile, Tiles
 from .device_cache import DeviceCache, to_device
 
-FIRST, LAST = 1, 2  # flags of a block
+FIRST, LAST, MORE = 1, 2, 8  # flags of a block; MORE: of its keys, another block takes the next
+PIECE = 16  # times how many blocks have taken keys of the same rows before, in the same launch
 
 
 class TileEntry(NamedTuple):
@@ -89,6 +92,7 @@ class Table:
         halves: much of the work is in blocks that have no more than half of their rows.
         rows: of all blocks: those that tiles name.
         by_key: these are keys, and the other side is queries.
+        pieces: most blocks that take keys of the same rows, one after another.
         parts: of groups of query heads, by what they depend on; see `scheduler.split`.
     """
 
@@ -102,6 +106,7 @@ class Table:
     halves: bool
     rows: int
     by_key: bool
+    pieces: int
     parts: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False)
 
     @property
@@ -111,6 +116,21 @@ class Table:
 
 
 _tables: DeviceCache[Table] = DeviceCache()  # 64 bytes for each block, so a few kilobytes as a rule
+
+
+class Pieces(NamedTuple):
+    """How some blocks of queries are cut by their keys, so that programs end together.
+
+    Attributes:
+        number: of pieces of the longest block.
+        blocks: so many are cut, the longest.
+    """
+
+    number: int = 1
+    blocks: int = 0
+
+
+WHOLE = Pieces()
 
 
 class LaunchSize(NamedTuple):
@@ -164,6 +184,7 @@ def table(
     by_key: bool,
     device: torch.device,
     programs: float = 0.0,
+    pieces: Pieces = WHOLE,
 ) -> Table:
     """The table of a launch.
 
@@ -175,8 +196,9 @@ def table(
         device: where the table is wanted.
         programs: how many run at a time for each pair of batch and head: if given, those of a
             document come one after another, see `_order`.
+        pieces: those of keys that come one after another.
     """
-    wanted = block, loop, by_key, programs
+    wanted = block, loop, by_key, programs, pieces
     return _tables.get(tiles, device, wanted, lambda: _build(tiles, *wanted, device))
 
 
@@ -186,21 +208,25 @@ def _build(
     loop: int,
     by_key: bool,
     programs: float,
+    pieces: Pieces,
     device: torch.device,
 ) -> Table:
     known = Tiles.of(tiles)
+    flags, rounds = FIRST * known.first + LAST * known.last, filled(len(known), 0)
+    if pieces.blocks:
+        known, flags, rounds = _in_pieces(known, pieces, block, loop)
     own, other, low, high = known.query, known.key, known.low, known.high
     windowed = bool((low > 1 - own[1]).any())
     if by_key:
         own, other, low, high = other, own, -high, -low
-    flags = FIRST * known.first + LAST * known.last
     # Tiles of the same rows lie together, in the order in which these are named first.
-    spans, which = unique(own[0])
+    of_rows = own[0] * (2 + pieces.number) + rounds
+    spans, which = unique(of_rows)
     named = least_of_each(which, counted(len(which)), len(spans), len(which))[which]
     together = argsort(named)
     own, other, flags = own[:, together], other[:, together], flags[together]
-    low, high = low[together], high[together]
-    begins = breaks(own[0, 1:] != own[0, :-1])  # of the tiles of each span
+    low, high, of_rows, rounds = (x[together] for x in (low, high, of_rows, rounds))
+    begins = breaks(of_rows[1:] != of_rows[:-1])  # of the tiles of each span
     counts = ends_of(begins, len(which)) - begins
     entries = stack([other[0], other[1], low, high, other[2], other[5]])  # `TileEntry`
     start, length, position, stride, document, token = own[:, begins]
@@ -221,6 +247,7 @@ def _build(
     blocks += [position[span] + away, token[span] + away, stride[span]]  # `BlockEntry`
     blocks += [*entries[:, walk], document[span]]
     order = _order(work, document[span], programs)
+    order = order[argsort(rounds[begins][span[order]])]
     most_first = sorted(work.tolist(), reverse=True)
     total = sum(most_first)
     return Table(
@@ -234,7 +261,85 @@ def _build(
         int(work[2 * rows <= block].sum()) * _MUCH > total,
         int(rows.sum()),
         by_key,
+        int((flags // PIECE).max()) + 1,
     )
+
+
+def _in_pieces(known: Tiles, pieces: Pieces, block: int, loop: int) -> tuple[Tiles, Array, Array]:
+    """Tiles that are cut, in whole blocks of keys; their flags; and the round of each.
+
+    Blocks of a round come before those of the next one: what is long and whole, then piece after
+    piece, so that a piece is done, as a rule, when the turn of the next one comes; with the last
+    pieces comes what is short. Only rows that see all keys of their tiles are cut.
+    """
+    spans, which = unique(known.query[0])
+    order = argsort(which)
+    which, columns = which[order], known.columns[:, order]
+    count = len(spans)
+    whole = (columns[12] <= 1 - columns[1]) & (columns[13] >= columns[7] - 1)
+    keys = sum_of_each(which, columns[7], count)
+    longest = int(keys.max())
+    keys = where(least_of_each(which, whole * 1, count, 1) > 0, keys, 0)
+
+    # The last rows of a span are cut, as many blocks as are wanted of it.
+    rows = most_of_each(which, columns[1], count, 0)
+    blocks, most_first = (rows + block - 1) // block, argsort(-keys)
+    wanted = filled(count, 0)
+    wanted[most_first] = (pieces.blocks - before(blocks[most_first])).clip(min=0)
+    uncut = where(keys > 0, (blocks - wanted).clip(min=0) * block, rows)
+    uncut = minimum(uncut, rows)[which]
+    above, below = uncut > 0, uncut < columns[1]
+    tops, bottoms = columns[:, above] + 0, columns[:, below] + 0
+    tops[1] = uncut[above]
+    _skip_rows(bottoms, uncut[below])
+    parts = cat([tops, bottoms], 1)
+    of_span = cat([which[above], which[below] + count])  # of those that are cut: from `count` on
+
+    # Their keys are cut where a piece ends, in the order of the tiles.
+    length, keys = parts[7], cat([keys, keys])
+    size = -(-longest // (pieces.number * loop)) * loop  # of a piece of the longest
+    number = (keys + size - 1) // size
+    number[:count] = 1
+    each = ((keys + number.clip(min=1) * loop - 1) // (number.clip(min=1) * loop) * loop).clip(
+        min=1
+    )
+    totals = sum_of_each(of_span, length, 2 * count)
+    begin = before(length) - before(totals)[of_span]
+    each = where(number > 1, each, totals.clip(min=1))[of_span]
+    first = begin // each
+    of, piece = ranges(first, (begin + length - 1) // each - first + 1)
+
+    def cut(piece: Array) -> Array:
+        at = ((piece * each[of] - begin[of] + loop - 1) // loop * loop).clip(min=0)
+        return minimum(at, length[of])
+
+    start, end = cut(piece), cut(piece + 1)
+    some = start < end
+    of, piece, start, end = of[some], piece[some], start[some], end[some]
+    parts, of_span = parts[:, of] + 0, of_span[of]
+    _skip_keys(parts, start, end - start)
+    last = most_of_each(of_span, piece, 2 * count, 0)[of_span]
+    flags = FIRST * parts[14] * (piece == 0) + LAST * parts[15] * (piece == last)
+    flags = flags + MORE * (piece < last) + PIECE * piece
+    is_long = (of_span < count) & (totals[of_span] > size)
+    rounds = where(is_long, 0, pieces.number - last + piece)
+    return Tiles(parts), flags, rounds
+
+
+def _skip_rows(columns: Array, rows: Array) -> None:
+    """Leave the first queries of each tile out."""
+    columns[0], columns[1] = columns[0] + rows, columns[1] - rows
+    columns[2], columns[5] = columns[2] + rows * columns[3], columns[5] + rows * columns[3]
+    columns[12] = maximum(columns[12] + rows, 1 - columns[1])
+    columns[13] = minimum(columns[13] + rows, columns[7] - 1)
+
+
+def _skip_keys(columns: Array, keys: Array, length: Array) -> None:
+    """Leave the first keys of each tile out, and all behind so many others."""
+    columns[6], columns[7] = columns[6] + keys, length
+    columns[8], columns[11] = columns[8] + keys * columns[9], columns[11] + keys * columns[9]
+    columns[12] = maximum(columns[12] - keys, 1 - columns[1])
+    columns[13] = minimum(columns[13] - keys, length - 1)
 
 
 def _order(work: Array, documents: Array, programs: float) -> Array:

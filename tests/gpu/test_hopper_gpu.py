@@ -203,7 +203,7 @@ def test_launches_without_triton(headdim: int) -> None:
     [(64, 64, 8, 1), (80, 80, 12, 3), (128, 128, 32, 2), (192, 128, 6, 1), (256, 256, 8, 1)],
 )
 def test_packed_heads(headdim: int, headdim_v: int, nheads: int, nheads_k: int) -> None:
-    """Documents that end inside of blocks, on one device and in a ring, with a window or without."""
+    """Documents that end inside of blocks, on one device and in a ring, also with a window."""
     from ring_flash_attn.kernels.triton.hopper import host
 
     generator = torch.Generator().manual_seed(nheads + headdim)
@@ -215,7 +215,9 @@ def test_packed_heads(headdim: int, headdim_v: int, nheads: int, nheads_k: int) 
     failures = []
     for options in ({}, {"window_size": (100, 0)}, {"softcap": 5.0}):
         causal = {"causal": True, **options}
-        want, want_lse = oracle(*(x.double().cuda() for x in exact), Rules(**causal), offsets, offsets)
+        want, want_lse = oracle(
+            *(x.double().cuda() for x in exact), Rules(**causal), offsets, offsets
+        )
         for world_size in (1, 3):
             with mock.patch.object(host, "launch", wraps=host.launch) as launches:
                 out, lse, _ = rfa.virtual_ring_attention(
@@ -236,3 +238,28 @@ def test_packed_heads(headdim: int, headdim_v: int, nheads: int, nheads_k: int) 
             if max(packs) == 1 or not error < TOLERANCE[q.dtype] or not of_lse < 1e-3:
                 failures.append(f"{options} {world_size} {packs}: {error} {of_lse}")
     assert not failures, "\n".join(failures)
+
+
+def test_pieces_wait_for_each_other() -> None:
+    """Blocks whose keys come in pieces, on all SMs at once: the same bits every time."""
+    from ring_flash_attn.kernels.tables import Pieces
+    from ring_flash_attn.kernels.triton.hopper import host
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 6000, heads, 128) for heads in (16, 2, 2)]
+    q, k, v = (torch.randn(*shape, generator=generator).bfloat16().cuda() for shape in shapes)
+
+    def run() -> torch.Tensor:
+        return rfa.virtual_ring_attention(
+            q, k, v, world_size=3, layout="contiguous", route="ring", kernel="triton"
+        )
+
+    wanted = run()
+    for pieces in (Pieces(2, 1000), Pieces(4, 9), Pieces(4, 1000)):
+        host._forward_tables = type(host._forward_tables)()
+        with mock.patch.object(host, "pieces", return_value=pieces):
+            first = run()
+            assert (first - wanted).abs().max() < 2e-2 * wanted.abs().max()
+            for _ in range(200):
+                assert torch.equal(run(), first)
+    host._forward_tables = type(host._forward_tables)()

@@ -108,6 +108,15 @@ CASES = {
     "ordered_256": replace(SMALL, lengths=(200,), headdim=256, headdim_v=256, options=ORDERED),
 }
 
+FULL = replace(SMALL, lengths=(900, 33, 400), headdim=64, headdim_v=64, options={})
+PIECES = {
+    "steps": FULL,
+    "sources": replace(FULL, world_size=3, dtype="bf16", options={"sources_per_launch": 2}),
+    "causal": replace(FULL, lengths=(1400,), layout="contiguous", options=CAUSAL),
+    "eight_heads": replace(FULL, lengths=(700, 45), nheads=8, nheads_k=1, headdim=128),
+    "query_ring": replace(FULL, batch=(2, 300, 700), route="query_ring"),
+}
+
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Ranks]:
@@ -502,12 +511,46 @@ def test_programs_share_the_work_and_leave_the_counter_at_zero(pool: Ranks) -> N
         assert counter == 0
 
 
+def _in_pieces(rank: int, world_size: int, name: str) -> tuple[dict[str, float], list[bool]]:
+    """Errors where some blocks' keys come in pieces, and which launches have such ones."""
+    with _poisoned_memory(), _counted() as launches:
+        from ring_flash_attn.kernels.tables import Pieces
+        from ring_flash_attn.kernels.triton.hopper import host
+
+        with (
+            mock.patch.object(host, "in_order", _unless_told),
+            mock.patch.object(host, "pieces", return_value=Pieces(3, 2)),
+        ):
+            errors = _errors(PIECES[name])
+    return errors, [call.args[7].get("PIECES") for call in launches.call_args_list]
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_keys_in_pieces(pool: Ranks, name: str) -> None:
+    """Pieces go on from the state of the ones before, in the same launch."""
+    ((errors, cut),) = pool.run(_in_pieces, name)
+    _, tolerance = DTYPES[PIECES[name].dtype]
+    assert all(error < tolerance for error in errors.values()), errors
+    assert errors["lse"] < 1e-5
+    assert any(cut)
+
+
 def _packs(rank: int, world_size: int) -> list[int]:
     """How many heads share blocks of queries, in calls with more and more reason to."""
     found = []
-    shapes = [(4, 4, 33), (5, 1, 33), (12, 2, 33), (8, 2, 33), (64, 4, 33), (8, 1, 256), (8, 1, 257)]
+    shapes = [
+        (4, 4, 33),
+        (5, 1, 33),
+        (12, 2, 33),
+        (8, 2, 33),
+        (64, 4, 33),
+        (8, 1, 256),
+        (8, 1, 257),
+    ]
     for nheads, nheads_k, tokens in shapes:
-        q, *kv = (torch.randn(1, tokens, heads, 64).half() for heads in (nheads, nheads_k, nheads_k))
+        q, *kv = (
+            torch.randn(1, tokens, heads, 64).half() for heads in (nheads, nheads_k, nheads_k)
+        )
         with _counted() as launches:
             rfa.triton_flash_attn_func(q, *kv, causal=True)
         (call,) = launches.call_args_list

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 SHARED = 226 * 1024  # of 227 KiB one is for barriers of warps
 FORWARD = {"WINDOW": False, "SOFTCAP": False, "SINK": False, "SHORT_DOCS": False}
 FORWARD |= {"RESULT": True, "SINGLE_LAUNCH": True, "HALVES": False, "PACK_GQA": 1}
+FORWARD |= {"PIECES": False}
 CARRIED = {"RESULT": False, "SINGLE_LAUNCH": False}
 BACKWARD = {"SOFTCAP": False, "SHORT_DOCS": False, "FRESH": True}
 
@@ -47,6 +48,10 @@ CASES = [
     *(Case("forward", d, flags={"PACK_GQA": 8}) for d in (64, 128, 256)),
     Case("forward", 128, flags={"PACK_GQA": 8, "WINDOW": True, "SHORT_DOCS": True, **CARRIED}),
     Case("forward", 128, flags={"PACK_GQA": 2, "SINGLE_LAUNCH": False, "HALVES": True}),
+    Case("forward", 128, flags={"PIECES": True, "SINGLE_LAUNCH": False}),
+    Case("forward", 128, flags={"PIECES": True, "PACK_GQA": 8, "SHORT_DOCS": True, **CARRIED}),
+    Case("forward", 64, flags={"PIECES": True, **CARRIED}),
+    Case("forward", 256, flags={"PIECES": True, "SOFTCAP": True, **CARRIED}),
     *(Case("backward", d) for d in (32, 64, 128)),
     Case("backward", 256, flags={"DQ": False}),
     Case("backward", 256, 128),
@@ -120,7 +125,7 @@ def _compile(case: Case) -> Code:
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), grads)
     types |= {"result_ptr": f"*{case.dtype}", "delta_ptr": "*fp32"}
     types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "blocks_ptr": "*i32", "tiles_ptr": "*i32"}
-    types |= {"counter_ptr": "*i32"}
+    types |= {"counter_ptr": "*i32", "progress_ptr": "*i32"}
     types |= {"scale": "fp32", "softcap": "fp32"}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):

@@ -23,9 +23,15 @@ starts late, because something else runs on its SM, the others do all; where not
 expected, because there is but one launch (SINGLE_LAUNCH), all but its first item, which it need not
 ask for. Where a state is carried, the producer also prefetches the next item's into L2.
 
-Query heads that share keys can share items (PACK_GQA): with 8 of them an item is 16 queries of all 8,
-8 queries for each consumer, head after head in its 64 rows. A block that ends with its document then
-leaves fewer rows empty. See `pack_gqa` in `host.py`.
+Query heads that share keys can share items (PACK_GQA): with 8 of them an item is 16 queries of all
+8, 8 queries for each consumer, head after head in its 64 rows. A block that ends with its document
+then leaves fewer rows empty. See `forward_table` in `host.py`.
+
+Where items are few and long, some SMs would be idle at the end of a launch. So the keys of the last
+items can come in pieces (PIECES), which are items of their own: the next piece of the same rows
+goes on from the state that the one before leaves in memory. Its producer waits for that; but all
+first pieces come before the second ones, so it is there, as a rule. See `pieces` in
+`../../scheduler.py`.
 
 Of an item with at most 64 rows consumer 1 has none. Where many are like that (HALVES), it only
 arrives at the barriers.
@@ -80,6 +86,7 @@ from .primitives import (
     Item,
     Scale,
     TileScheduler,
+    await_pieces,
     barrier_of_copy,
     barriers,
     block_entry,
@@ -89,6 +96,7 @@ from .primitives import (
     in_band,
     in_eights,
     next_item,
+    piece_is_done,
     place,
     read_item,
     rows_and_heads,
@@ -119,6 +127,7 @@ class FwdTraits(NamedTuple):
     SINGLE_LAUNCH: Any
     HALVES: Any
     PACK_GQA: Any
+    PIECES: Any
 
 
 class FwdInputs(NamedTuple):
@@ -157,6 +166,7 @@ class FwdOutput(NamedTuple):
     out: Any
     lse: Any
     result: Any
+    progress: Any
     dv: Any
     out_strides: Any
     lse_strides: Any
@@ -250,6 +260,9 @@ def produce(inputs, scheduler, shared, output, traits: gl.constexpr):
         begin, end = keys.begin, keys.end
         if begin >= end:  # they see nothing: let them look at one block
             begin, end = 0, 1
+        rows_done = own.row * scheduler.pairs + pair
+        if traits.PIECES:
+            await_pieces(output.progress + rows_done, own.flags)
         batch, head = pair // inputs.nheads, pair % inputs.nheads
         head_k, head = head // inputs.group, head * traits.PACK_GQA
         here = n % ITEMS
@@ -263,7 +276,7 @@ def produce(inputs, scheduler, shared, output, traits: gl.constexpr):
             shared.item.index(here),
             Item(
                 own.rows, own.row, batch, head, own.first, own.tile, own.last_tile, own.flags,
-                keys.length, keys.low, keys.high, begin, end,
+                keys.length, keys.low, keys.high, begin, end, rows_done,
             ),
         )
         mbarrier.arrive(shared.item_full.index(here))
@@ -585,19 +598,22 @@ def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.
     else:
         out_ptrs, there_o = out_of(C, slot, output, traits)
         gl.store(out_ptrs, acc, mask=there_o)
+    if traits.PIECES:
+        item = read_item(slot)
+        piece_is_done(output.progress + item.rows_done, item.flags)
     mbarrier.arrive(shared.item_empty.index(here))
     return i
 
 
 @gluon.jit(do_not_specialize=ANY_NUMBER)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, result_ptr, counter_ptr, blocks_ptr, tiles_ptr, scale,
-    softcap, nheads, group, count, section, pairs, dv, o_batch, o_row, o_head, l_batch, l_head,
-    l_row, r_batch, r_row, r_head,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, result_ptr, counter_ptr, progress_ptr, blocks_ptr,
+    tiles_ptr, scale, softcap, nheads, group, count, section, pairs, dv, o_batch, o_row, o_head,
+    l_batch, l_head, l_row, r_batch, r_row, r_head,
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     ITEMS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINK: gl.constexpr,
     RESULT: gl.constexpr, SHORT_DOCS: gl.constexpr, EVEN: gl.constexpr, SINGLE_LAUNCH: gl.constexpr,
-    HALVES: gl.constexpr, PACK_GQA: gl.constexpr,
+    HALVES: gl.constexpr, PACK_GQA: gl.constexpr, PIECES: gl.constexpr,
 ):
     """Output and lse of blocks of queries, one after the other: all tiles of their span."""
     dtype: gl.constexpr = q_desc.dtype
@@ -625,7 +641,7 @@ def forward_kernel(
         k_empty, v_empty = barriers(STAGES, 2), barriers(STAGES, 2)
     traits: gl.constexpr = FwdTraits(
         BLOCK_N, DV, WINDOW, SOFTCAP, SINK, RESULT, SHORT_DOCS, EVEN, SINGLE_LAUNCH, HALVES,
-        PACK_GQA,
+        PACK_GQA, PIECES,
     )
     inputs = FwdInputs(q_desc, k_desc, v_desc, nheads, group)
     scheduler = TileScheduler(blocks_ptr, tiles_ptr, counter_ptr, count, section, pairs)
@@ -634,8 +650,8 @@ def forward_kernel(
         v_empty,
     )
     output = FwdOutput(
-        out_ptr, lse_ptr, result_ptr, dv, (o_batch, o_row, o_head), (l_batch, l_row, l_head),
-        (r_batch, r_row, r_head),
+        out_ptr, lse_ptr, result_ptr, progress_ptr, dv, (o_batch, o_row, o_head),
+        (l_batch, l_row, l_head), (r_batch, r_row, r_head),
     )
     scores = Scale(scale, softcap)
     LOADERS: gl.constexpr = 4 if SHORT_DOCS else 1  # one warp loads faster, four clear faster

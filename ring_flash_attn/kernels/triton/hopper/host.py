@@ -18,7 +18,15 @@ from ...device_cache import DeviceCache
 from ...grad_parts import add_up, make_parts
 from ...launches import INTERPRETED, again, first, power_of_2
 from ...row_stats import row_stats
-from ...scheduler import counter, free_processors, programs, section, split
+from ...scheduler import (
+    counter,
+    free_processors,
+    pieces,
+    programs,
+    progress,
+    section,
+    split,
+)
 from ...tables import Table, padded_pairs, table
 from ...tma import fit, tma_strides
 
@@ -28,6 +36,7 @@ _HALF = 64  # rows of a consumer
 _PIECE = 64  # columns of dQ that are added at once, where heads are wide
 _REGISTERS = 168  # of a thread when a kernel begins; groups of warps exchange them later
 _PACKED = 8  # query heads in a block at most
+_MOST_ROWS = 1 << 24  # of all pairs of batch and head, of which the progress is kept: 64 MiB
 _LESS = 0.99  # of the pairs without, where rows are padded
 
 
@@ -60,7 +69,7 @@ _QUERIES = {
 }
 
 
-_packed: DeviceCache[tuple[int, Table]] = DeviceCache()
+_forward_tables: DeviceCache[tuple[int, Table]] = DeviceCache()
 
 
 def can(call: Call) -> bool:
@@ -132,7 +141,8 @@ def forward(
         out = state.lse.as_strided((1, 1, 1, 1), (0, 0, 0, 0))
     d, dv = padded(call.headdim), padded(call.headdim_v)
     sizes = _FORWARD[max(64, d, dv)]
-    heads, work = pack_gqa(tiles, sizes.block, call)
+    heads, work = forward_table(tiles, q, sizes.block, call, alone)
+    nheads, taken = call.nheads // heads, counter(q.device)
     queries = (_HALF, d) if heads == 1 else (heads, _HALF // heads, d)
     launch(
         forward_kernel,
@@ -140,7 +150,7 @@ def forward(
         (out, state.lse, result),
         work,
         call,
-        call.nheads // heads,
+        nheads,
         {"dv": call.headdim_v},
         {
             "BLOCK_N": sizes.block,
@@ -154,29 +164,42 @@ def forward(
             "RESULT": result is not out,
             "SHORT_DOCS": work.short,
             "EVEN": dv == call.headdim_v,
-            "HALVES": work.halves,
+            "HALVES": work.halves and work.pieces == 1,
             "PACK_GQA": heads,
+            "PIECES": work.pieces > 1,
             "SINGLE_LAUNCH": alone,  # else transfers may run on some SMs
         },
-        counter(q.device),
+        taken,
+        taken if work.pieces == 1 else progress(q.shape[1] * q.shape[0] * nheads, q.device),
     )
 
 
-def pack_gqa(tiles: Sequence[Tile], block: int, call: Call) -> tuple[int, Table]:
-    """How many query heads with the same keys share blocks of rows of the forward pass; its table.
+def forward_table(
+    tiles: Sequence[Tile], q: Tensor, block: int, call: Call, alone: bool
+) -> tuple[int, Table]:
+    """How many query heads with the same keys share blocks of rows; and what the blocks are.
 
-    One, unless more leave enough fewer rows empty.
+    One, unless more leave enough fewer rows empty. Unless the launch is alone, its longest items
+    may be cut into pieces.
     """
     group = call.nheads // call.nheads_k
     packed = min(group & -group, _PACKED)
 
     def make() -> tuple[int, Table]:
-        rows, few = 2 * _HALF, 2 * _HALF // packed
-        if packed > 1 and padded_pairs(tiles, few) < _LESS * padded_pairs(tiles, rows):
-            return packed, table(tiles, few, block, False, call.device)
-        return 1, table(tiles, rows, block, False, call.device)
+        heads, rows = 1, 2 * _HALF
+        if packed > 1:
+            few = rows // packed
+            if padded_pairs(tiles, few) < _LESS * padded_pairs(tiles, rows):
+                heads, rows = packed, few
+        work = table(tiles, rows, block, False, call.device)
+        pairs = q.shape[0] * call.nheads // heads
+        if not alone and q.shape[1] * pairs <= _MOST_ROWS:
+            cut = pieces(work, pairs, call.device)
+            work = table(tiles, rows, block, False, call.device, pieces=cut)
+        return heads, work
 
-    return _packed.get(tiles, call.device, (packed, block), make)
+    wanted = packed, block, alone or (q.shape[0] * call.nheads, q.shape[1])
+    return _forward_tables.get(tiles, call.device, wanted, make)
 
 
 def backward(
@@ -321,6 +344,7 @@ def launch(
     widths: dict[str, int],
     constants: dict[str, Any],
     taken: Tensor | None = None,
+    done: Tensor | None = None,
 ) -> None:
     """Launch one of the kernels.
 
@@ -334,10 +358,13 @@ def launch(
         widths: head dimensions; before them, if groups may be split, into how many parts.
         constants: by name, for the compiler.
         taken: the counter of a persistent kernel's tile scheduler: how many items are taken.
+        done: how far the pieces of each row's keys are, for each pair of batch and head.
     """
     tensors = [*(fit(tensor) for tensor, _ in tiled), *others]
     if taken is not None:
         tensors.append(taken)
+    if done is not None:
+        tensors.append(done)
     key = (
         id(kernel),
         id(work),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ... import tables
 from ...tables import BlockEntry, TileEntry
-from .gluon import fence_async_shared, gl, gluon, load_numbers, mbarrier
+from .gluon import fence_async_shared, gl, gluon, load_numbers, mbarrier, thread_barrier
 
 # Arguments whose divisibility helps nobody: one kernel for all.
 ANY_NUMBER = [
@@ -19,6 +19,7 @@ BLOCK_COLUMNS = gl.constexpr(tables.BLOCK_COLUMNS)
 BLOCK_NUMBERS = gl.constexpr(len(BlockEntry._fields))
 TILE_COLUMNS = gl.constexpr(tables.TILE_COLUMNS)
 FIRST, LAST = gl.constexpr(tables.FIRST), gl.constexpr(tables.LAST)
+MORE, PIECE = gl.constexpr(tables.MORE), gl.constexpr(tables.PIECE)
 
 
 @gluon.jit
@@ -64,6 +65,7 @@ class Item(NamedTuple):
         rows: of the block; 0 says that there are no more items.
         tile, last_tile: see `BlockEntry`.
         length, low, high, begin, end: of the first tile; the forward's alone.
+        rows_done: where it says how many pieces of the keys of these rows are done.
     """
 
     rows: Any
@@ -79,6 +81,7 @@ class Item(NamedTuple):
     high: Any = 0
     begin: Any = 0
     end: Any = 0
+    rows_done: Any = 0
 
 
 @gluon.jit
@@ -114,6 +117,26 @@ def first_item(counter_ptr, items, OWN: gl.constexpr):
 
 
 @gluon.jit
+def await_pieces(ptr, flags):
+    """Until both consumers are done with the pieces before; the last one resets what says so."""
+    wanted = 2 * (flags // PIECE)
+    if wanted > 0:
+        done = gl.atomic_add(ptr, 0, sem="acquire")
+        while done < wanted:
+            done = gl.atomic_add(ptr, 0, sem="acquire")
+        if (flags & MORE) == 0:
+            gl.store(ptr, 0)
+
+
+@gluon.jit
+def piece_is_done(ptr, flags):
+    """A consumer has written its rows of the state; says so if another piece follows."""
+    if (flags & MORE) != 0:
+        thread_barrier()
+        gl.atomic_add(ptr, 1, sem="release")
+
+
+@gluon.jit
 def write_item(smem, item):
     """Put an item where other warps find it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -139,7 +162,7 @@ def read_item(smem):
     return Item(
         _number(smem, 0), _number(smem, 1), _number(smem, 2), _number(smem, 3), _number(smem, 4),
         _number(smem, 5), _number(smem, 6), _number(smem, 7), _number(smem, 8), _number(smem, 9),
-        _number(smem, 10), _number(smem, 11), _number(smem, 12),
+        _number(smem, 10), _number(smem, 11), _number(smem, 12), _number(smem, 13),
     )
 
 
@@ -274,9 +297,9 @@ def in_band(
 ):
     """x; `other` outside of columns begin … end, and outside of low … high from its row on.
 
-    Rows are counted from `row`, those of each packed head, columns from `at`. With EIGHTS columns are counted in groups of 8:
-    then a thread's registers differ in nothing but the group, which the compiler knows, so that no
-    register holds it.
+    Rows are counted from `row`, those of each packed head, columns from `at`. With EIGHTS columns
+    are counted in groups of 8: then a thread's registers differ in nothing but the group, which the
+    compiler knows, so that no register holds it.
     """
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
