@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -680,6 +681,20 @@ def test_figures_of_packs_in_the_results_are_those_of_the_file() -> None:
             for passes in ("forward", "backward")
         ]
         assert total == " / ".join(f"{rate:.0f}" for rate in sums)
+
+
+def test_figures_of_new_packs_are_those_of_the_file() -> None:
+    file = json.loads((ROOT / "results" / "host" / "plan_time_h200.json").read_text())
+    found = {
+        (f"{row['layout']} × {row['route']}", str(row["documents"]), str(row["ranks"])): [
+            f"{row[name]:.1f}" for name in ("plans_ms", "forward_tables_ms", "backward_tables_ms")
+        ]
+        for row in file["rows"]
+    }
+    lines = table("results/README.md", "new pack")
+    assert lines
+    for *case, both_plans, forward, backward in lines:
+        assert [both_plans, forward, backward] == found[tuple(case)]
 
 
 def readme_replays() -> list[tuple[list[str], list[str]]]:

@@ -118,9 +118,9 @@ def ring(
     """Time distributed functions, and compare them with one device.
 
     Under torchrun the ranks are those that it started. Otherwise there are new ones: on GPUs if
-    there are as many, else on the CPU. With fewer GPUs than ranks, or with --link, one device
-    replays three ranks: the first, the last and the one with most pairs. Several kernels are
-    compared with one of them; --gate makes that an exit code.
+    there are as many, else on the CPU. With fewer GPUs than ranks, unless --backend says that they
+    share GPUs, or with --link, one device replays three ranks: the first, the last and the one with
+    most pairs. Several kernels are compared with one of them; --gate makes that an exit code.
 
     \b
     rfa ring --world-size 8
@@ -222,8 +222,8 @@ def find_settings(
     size = check_world_size(world_size, default)
     joined = launch.torchrun_rank() is not None
     linked = any(value is not None for value in (link, *numbers.values()))
-    alone = where.type == "cuda" and not joined and gpus < size and backend is None
-    if replay or linked or alone:
+    too_few = where.type == "cuda" and not joined and gpus < size and backend is None
+    if replay or linked or too_few:
         if joined:
             raise ValueError("--replay and --link need one process: start it without torchrun")
         check_no_group("this is a replay on one device", backend, timeout)

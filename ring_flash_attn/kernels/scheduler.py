@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import cache
 from heapq import heappop, heappush
 from itertools import groupby
@@ -137,48 +136,57 @@ def pieces(work: Table, pairs: int, device: torch.device) -> Pieces:
     Results depend on it: so not on how many processors are left to others.
     """
     programs, count = processors(device), len(work.work)
-    if len(set(work.work)) > _LENGTHS:
-        return WHOLE
     even = (work.total + _BLOCK * count) * pairs / programs
-    best, fastest = WHOLE, _in_pieces(work, pairs, programs, WHOLE)
+    few = len(set(work.work)) <= _LENGTHS
+    if work.masked or not few or work.longest <= (_EVEN - 1) * even:
+        return WHOLE
+    best, fastest = WHOLE, time_in_pieces(work, pairs, programs, WHOLE)
     some = (ceil(waves * programs / pairs) for waves in _WAVES)
     for blocks in sorted({min(count, each) for each in some} | {count}):
         for number in range(2, _PIECES + 1):
             if fastest <= _EVEN * even:
                 return best
             found = Pieces(number, blocks)
-            time = _in_pieces(work, pairs, programs, found)
+            time = time_in_pieces(work, pairs, programs, found)
             if time < (2 - _EVEN) * fastest:
                 best, fastest = found, time
     return best
 
 
-def _in_pieces(work: Table, pairs: int, programs: int, pieces: Pieces) -> float:
-    """How long a launch takes, in keys of a block; see `_in_pieces` in `tables.py`."""
-    size = -(-work.longest // pieces.number)
-    rounds: list[list[tuple[float, int]]] = [[] for _ in range(1 + pieces.number)]
-    for length, same in groupby(work.work[: pieces.blocks]):
+def time_in_pieces(work: Table, pairs: int, programs: int, cut: Pieces) -> float:
+    """How long a launch takes, in keys of a block.
+
+    Each program takes the next item when it is done, and a piece begins when the one before has
+    ended. The order is that of `_in_pieces` in `tables.py`. Equal items are taken together: as many
+    as there are programs that are free at the same time.
+    """
+    size = -(-work.longest // cut.number)
+    rounds: list[list[tuple[float, int, int]]] = [[] for _ in range(1 + cut.number)]
+    for length, same in groupby(work.work[: cut.blocks]):
         number, items = max(1, -(-length // size)), pairs * len(list(same))
         cost = length / number + _BLOCK + (_CARRY if number > 1 else 0)
-        for each in rounds[1 + pieces.number - number :]:
-            each.append((cost, items))
-    for length, same in groupby(work.work[pieces.blocks :]):
+        for each in rounds[1 + cut.number - number :]:
+            each.append((cost, items, length))
+    for length, same in groupby(work.work[cut.blocks :]):
         items = pairs * len(list(same))
-        rounds[0 if length > size else -1].append((length + _BLOCK, items))
-    return _makespan([item for each in rounds for item in sorted(each, reverse=True)], programs)
-
-
-def _makespan(items: Sequence[tuple[float, int]], programs: int) -> float:
-    """When the last program ends, if each takes the next item as it can: how long, how many."""
+        rounds[0 if length > size else -1].append((length + _BLOCK, items, 0))
     free = [(0.0, programs)]  # from when on, and how many
-    for length, count in items:
-        while count:
-            since, idle = heappop(free)
-            taken = min(idle, count)
-            if taken < idle:
-                heappush(free, (since, idle - taken))
-            heappush(free, (since + length, taken))
-            count -= taken
+    ends: dict[int, list[tuple[float, int]]] = {}  # of the last piece of blocks of a length
+    for each in rounds:
+        for cost, items, length in sorted(each, reverse=True):
+            found = []
+            for before, count in ends.get(length, [(0.0, items)]):
+                while count:
+                    since, idle = heappop(free)
+                    taken = min(idle, count)
+                    if taken < idle:
+                        heappush(free, (since, idle - taken))
+                    end = max(since, before) + cost
+                    heappush(free, (end, taken))
+                    found.append((end, taken))
+                    count -= taken
+            if length:
+                ends[length] = found
     return max(free)[0]
 
 

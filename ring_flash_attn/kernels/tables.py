@@ -86,6 +86,7 @@ class Table:
             at `DOCUMENT` its document.
         tiles: (tiles, TILE_COLUMNS) int32: `TileEntry`.
         windowed: some tile's band starts inside: there is an edge on the left.
+        masked: in some tile, not all rows see all of the other side.
         short: some other side is shorter than a block.
         work: what programs do, most first: rows of the other side.
         longest, total: what the first program and all together do.
@@ -99,6 +100,7 @@ class Table:
     blocks: Tensor
     tiles: Tensor
     windowed: bool
+    masked: bool
     short: bool
     work: tuple[int, ...]
     longest: int
@@ -217,6 +219,7 @@ def _build(
         known, flags, rounds = _in_pieces(known, pieces, block, loop)
     own, other, low, high = known.query, known.key, known.low, known.high
     windowed = bool((low > 1 - own[1]).any())
+    masked = windowed or bool((high < other[1] - 1).any())
     if by_key:
         own, other, low, high = other, own, -high, -low
     # Tiles of the same rows lie together, in the order in which these are named first.
@@ -254,6 +257,7 @@ def _build(
         _on(device, stack(blocks)[:, order], BLOCK_COLUMNS),
         _on(device, entries, TILE_COLUMNS),
         windowed,
+        masked,
         bool((other[1] < loop).any()),
         tuple(most_first),
         most_first[0],

@@ -328,7 +328,19 @@ def test_fewer_gpus_than_ranks_are_a_replay(monkeypatch: pytest.MonkeyPatch) -> 
     assert (four.world_size, four.is_replay) == (4, False)
     assert find_settings(5).is_replay
     with pytest.raises(ValueError, match=r"--backend nccl: this is a replay"):
+        find_settings(5, backend="nccl", replay=True)
+
+
+def test_a_backend_makes_a_group_of_ranks_that_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_device", lambda device, what: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    gloo = find_settings(5, backend="gloo")
+    assert (gloo.is_replay, gloo.backend) == (False, "gloo")
+    with pytest.raises(ValueError, match="--backend nccl needs a GPU for each of 5 ranks"):
         find_settings(5, backend="nccl")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    nccl = find_settings(5, backend="nccl")
+    assert (nccl.is_replay, nccl.backend) == (False, "nccl")
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,7 @@ def test_packed_heads(headdim: int, headdim_v: int, nheads: int, nheads_k: int) 
 
 def test_pieces_wait_for_each_other() -> None:
     """Blocks whose keys come in pieces, on all SMs at once: the same bits every time."""
+    from ring_flash_attn.kernels.device_cache import DeviceCache
     from ring_flash_attn.kernels.tables import Pieces
     from ring_flash_attn.kernels.triton.hopper import host
 
@@ -255,11 +256,26 @@ def test_pieces_wait_for_each_other() -> None:
         )
 
     wanted = run()
+    streams = [torch.cuda.Stream() for _ in range(2)]
     for pieces in (Pieces(2, 1000), Pieces(4, 9), Pieces(4, 1000)):
-        host._forward_tables = type(host._forward_tables)()
-        with mock.patch.object(host, "pieces", return_value=pieces):
-            first = run()
+        with (
+            mock.patch.object(host, "_forward_tables", DeviceCache()),
+            mock.patch.object(host, "pieces", return_value=pieces),
+        ):
+            with mock.patch.object(host, "launch", wraps=host.launch) as launches:
+                first = run()
+            assert any(call.args[7]["PIECES"] for call in launches.call_args_list)
             assert (first - wanted).abs().max() < 2e-2 * wanted.abs().max()
-            for _ in range(200):
-                assert torch.equal(run(), first)
-    host._forward_tables = type(host._forward_tables)()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = run()
+            for _ in range(100):
+                graph.replay()
+                assert torch.equal(captured, first)
+                found = []
+                torch.cuda.synchronize()
+                for stream in streams:  # at the same time
+                    with torch.cuda.stream(stream):
+                        found.append(run())
+                torch.cuda.synchronize()
+                assert all(torch.equal(each, first) for each in found)

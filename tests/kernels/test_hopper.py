@@ -7,6 +7,7 @@ triton is imported; so the cases run in a process of their own.
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -114,7 +115,7 @@ PIECES = {
     "sources": replace(FULL, world_size=3, dtype="bf16", options={"sources_per_launch": 2}),
     "causal": replace(FULL, lengths=(1400,), layout="contiguous", options=CAUSAL),
     "eight_heads": replace(FULL, lengths=(700, 45), nheads=8, nheads_k=1, headdim=128),
-    "query_ring": replace(FULL, batch=(2, 300, 700), route="query_ring"),
+    "query_ring": replace(FULL, batch=(2, 300, 1536), route="query_ring"),
 }
 
 
@@ -514,14 +515,32 @@ def test_programs_share_the_work_and_leave_the_counter_at_zero(pool: Ranks) -> N
 def _in_pieces(rank: int, world_size: int, name: str) -> tuple[dict[str, float], list[bool]]:
     """Errors where some blocks' keys come in pieces, and which launches have such ones."""
     with _poisoned_memory(), _counted() as launches:
-        from ring_flash_attn.kernels.tables import Pieces
-        from ring_flash_attn.kernels.triton.hopper import host
+        from ring_flash_attn.kernels.tables import MORE, PIECE, Pieces
+        from ring_flash_attn.kernels.triton.hopper import forward, host
+
+        consumers: Counter[int] = Counter()  # that are done with a piece, by rows and pair
+        await_pieces, piece_is_done = forward.await_pieces, forward.piece_is_done
+
+        def wait(ptr: Any, flags: int) -> None:
+            await_pieces(ptr, flags)
+            if flags >= PIECE:
+                assert consumers[int(ptr.offset)] == 2 * (flags // PIECE)
+            if not flags & MORE:
+                assert not ptr.memory[ptr.offset]
+                consumers.pop(int(ptr.offset), None)
+
+        def done(ptr: Any, flags: int) -> None:
+            consumers[int(ptr.offset)] += flags & MORE == MORE
+            piece_is_done(ptr, flags)
 
         with (
             mock.patch.object(host, "in_order", _unless_told),
             mock.patch.object(host, "pieces", return_value=Pieces(3, 2)),
+            mock.patch.object(forward, "await_pieces", wait),
+            mock.patch.object(forward, "piece_is_done", done),
         ):
             errors = _errors(PIECES[name])
+        assert not any(consumers.values())
     return errors, [call.args[7].get("PIECES") for call in launches.call_args_list]
 
 

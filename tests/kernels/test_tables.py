@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from heapq import heappop, heappush
 from typing import Any
 from unittest import mock
 
@@ -255,8 +256,59 @@ def test_pieces_follow_each_other_and_leave_nothing_out(
         assert len({tuple(b[1:3]) for b in made.blocks.tolist() if b[0] == row}) == 1
 
 
+def _duration(made: Any, pairs: int, programs: int) -> float:
+    """Of a launch, item by item in the order of the kernel; a piece waits for the one before."""
+    from ring_flash_attn.kernels.scheduler import _BLOCK, _CARRY
+    from ring_flash_attn.kernels.tables import MORE, PIECE
+
+    free, ended = [0.0] * programs, dict[tuple[int, int], float]()
+    tiles = made.tiles.tolist()
+    for row, _, _, tile, last, flags, *_ in made.blocks.tolist():
+        cost = sum(each[1] for each in tiles[tile:last]) + _BLOCK
+        cost += _CARRY if flags & MORE or flags >= PIECE else 0
+        for pair in range(pairs):
+            before = ended[row, pair] if flags >= PIECE else 0.0
+            ended[row, pair] = max(heappop(free), before) + cost
+            heappush(free, ended[row, pair])
+    return max(free)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 14), st.sampled_from([1000, 4000, 10000, 16000, 30000])),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from([4, 8, 16, 32]),
+)
+def test_launches_in_pieces_are_shorter(spans: list[tuple[int, int]], pairs: int) -> None:
+    """Also where there are few items, and pieces would only wait for each other."""
+    from ring_flash_attn.kernels import scheduler
+    from ring_flash_attn.kernels.tables import WHOLE, table
+
+    tiles, row, key = [], 0, 0
+    for number, (blocks, keys) in enumerate(spans):
+        query = Span(row, 128 * blocks, 10**6, 1, number, 0)
+        tile = make_tile(query, Span(key, keys, 0, 1, number, 0), Mask())
+        assert tile is not None
+        tiles.append(tile)
+        row, key = row + 128 * blocks, key + keys
+    cpu = torch.device("cpu")
+    whole = table(tiles, 128, 128, False, cpu)
+    with mock.patch.object(scheduler, "processors", return_value=132):
+        found = scheduler.pieces(whole, pairs, cpu)
+    if found != WHOLE:
+        made = table(tiles, 128, 128, False, cpu, pieces=found)
+        before, after = (_duration(each, pairs, 132) for each in (whole, made))
+        assert after < before
+        predicted = scheduler.time_in_pieces(whole, pairs, 132, found)
+        assert abs(predicted / after - 1) < 0.1
+
+
 @pytest.mark.parametrize(
-    ("items", "cut"), [(128, False), (136, True), (264, False), (704, True), (4096, True)]
+    ("items", "cut"),
+    [(32, False), (64, False), (128, False), (136, True), (264, False), (704, True), (4096, True)],
 )
 def test_items_are_cut_where_programs_would_wait(items: int, cut: bool) -> None:
     """All as long; 264 are two waves, 4096 are 31.03, the last of which takes 3 % of the time."""
@@ -269,6 +321,6 @@ def test_items_are_cut_where_programs_would_wait(items: int, cut: bool) -> None:
     made = table([tile], 16, 128, False, torch.device("cpu"))
     with mock.patch.object(scheduler, "processors", return_value=132):
         found = scheduler.pieces(made, 8, torch.device("cpu"))
-        before, after = (scheduler._in_pieces(made, 8, 132, each) for each in (WHOLE, found))
+        before, after = (scheduler.time_in_pieces(made, 8, 132, each) for each in (WHOLE, found))
     assert (found != WHOLE) is cut
     assert after < 0.985 * before if cut else after == before

@@ -134,7 +134,7 @@ def _groups(problem: Problem, backward: bool) -> list[Groups] | None:
     """All ranks' groups, as many on each; None: keys go from neighbour to neighbour.
 
     The next ranks below come first. But many ranks in a row need the start of a long document,
-    which a few hold, and would all ask these at a time. So rank r begins at its r-th group, if the
+    which a few hold, and would all ask these at a time. So ranks begin at different places, if the
     most that a rank sends at a time is then at most three quarters.
     """
     if problem.sources_per_launch == 1:
@@ -151,7 +151,9 @@ def _make_groups(problem: Problem, backward: bool) -> list[Groups] | None:
     count = max(map(len, groups))
     rows = problem.received()
     for turn in (_by_share, _by_group) if count > 1 else ():
-        turned = [turn(*each, rank % count) for rank, each in enumerate(zip(sources, groups))]
+        turned = [
+            turn(*each, rank % count) for rank, each in enumerate(zip(sources, groups, strict=True))
+        ]
         others = _grouped(problem, turned, backward)
         if 4 * most_sent(others, rows) <= 3 * most_sent(groups, rows):
             return others
@@ -165,7 +167,7 @@ def _by_share(sources: list[int], groups: Groups, number: int) -> list[int]:
 
 
 def _by_group(sources: list[int], groups: Groups, number: int) -> list[int]:
-    """Sources behind as many as the last `number` groups have: so many, the farthest ones, lead."""
+    """The first sources, as many as the last `number` groups have, come last."""
     first = sum(map(len, groups[len(groups) - number :]))
     return sources[first:] + sources[:first]
 

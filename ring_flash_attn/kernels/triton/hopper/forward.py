@@ -27,10 +27,10 @@ Query heads that share keys can share items (PACK_GQA): with 8 of them an item i
 8, 8 queries for each consumer, head after head in its 64 rows. A block that ends with its document
 then leaves fewer rows empty. See `forward_table` in `host.py`.
 
-Where items are few and long, some SMs would be idle at the end of a launch. So the keys of the last
-items can come in pieces (PIECES), which are items of their own: the next piece of the same rows
-goes on from the state that the one before leaves in memory. Its producer waits for that; but all
-first pieces come before the second ones, so it is there, as a rule. See `pieces` in
+Where items are few and long, some SMs would be idle at the end of a launch. So the keys of the
+longest items can come in pieces (PIECES), which are items of their own: the next piece of the same
+rows goes on from the state that the one before leaves in memory. Its producer waits for that; but
+each piece comes a round after the one before, so it is there, as a rule. See `pieces` in
 `../../scheduler.py`.
 
 Of an item with at most 64 rows consumer 1 has none. Where many are like that (HALVES), it only
@@ -107,7 +107,7 @@ from .primitives import (
 )
 
 CARRY = gl.constexpr(23.0)  # see `../forward.py`
-HALF = gl.constexpr(64)  # queries of a consumer
+HALF = gl.constexpr(64)  # rows of a consumer
 K_EMPTY = gl.constexpr(0)  # the first of these barriers' numbers
 V_EMPTY = gl.constexpr(3)
 LIMIT = gl.constexpr(1024.0)  # of sums of powers above a maximum that is not new; fp16 has 65504
@@ -260,9 +260,9 @@ def produce(inputs, scheduler, shared, output, traits: gl.constexpr):
         begin, end = keys.begin, keys.end
         if begin >= end:  # they see nothing: let them look at one block
             begin, end = 0, 1
-        rows_done = own.row * scheduler.pairs + pair
+        progress_index = own.row * scheduler.pairs + pair
         if traits.PIECES:
-            await_pieces(output.progress + rows_done, own.flags)
+            await_pieces(output.progress + progress_index, own.flags)
         batch, head = pair // inputs.nheads, pair % inputs.nheads
         head_k, head = head // inputs.group, head * traits.PACK_GQA
         here = n % ITEMS
@@ -276,7 +276,7 @@ def produce(inputs, scheduler, shared, output, traits: gl.constexpr):
             shared.item.index(here),
             Item(
                 own.rows, own.row, batch, head, own.first, own.tile, own.last_tile, own.flags,
-                keys.length, keys.low, keys.high, begin, end, rows_done,
+                keys.length, keys.low, keys.high, begin, end, progress_index,
             ),
         )
         mbarrier.arrive(shared.item_full.index(here))
@@ -432,7 +432,7 @@ def consume(C: gl.constexpr, output, tiles_ptr, shared, scores, traits: gl.const
 
 @gluon.jit
 def skip_item(C: gl.constexpr, tiles_ptr, shared, i, n, traits: gl.constexpr):
-    """What a consumer does for an item all of whose queries are the other one's.
+    """What a consumer does for an item all of whose rows are the other one's.
 
     It need not wait for the queries: their buffer is free when the other one, which does, is done.
     """
@@ -600,7 +600,7 @@ def attend(C: gl.constexpr, output, tiles_ptr, shared, scores, i, n, traits: gl.
         gl.store(out_ptrs, acc, mask=there_o)
     if traits.PIECES:
         item = read_item(slot)
-        piece_is_done(output.progress + item.rows_done, item.flags)
+        piece_is_done(output.progress + item.progress_index, item.flags)
     mbarrier.arrive(shared.item_empty.index(here))
     return i
 

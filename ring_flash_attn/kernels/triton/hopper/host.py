@@ -33,7 +33,7 @@ from ...tma import fit, tma_strides
 VARIABLE = "RFA_HOPPER"
 _MAX_HEADDIM = 256
 _HALF = 64  # rows of a consumer
-_PIECE = 64  # columns of dQ that are added at once, where heads are wide
+_COLUMNS = 64  # columns of dQ that are added at once, where heads are wide
 _REGISTERS = 168  # of a thread when a kernel begins; groups of warps exchange them later
 _PACKED = 8  # query heads in a block at most
 _MOST_ROWS = 1 << 24  # of all pairs of batch and head, of which the progress is kept: 64 MiB
@@ -194,8 +194,10 @@ def forward_table(
         work = table(tiles, rows, block, False, call.device)
         pairs = q.shape[0] * call.nheads // heads
         if not alone and q.shape[1] * pairs <= _MOST_ROWS:
-            cut = pieces(work, pairs, call.device)
-            work = table(tiles, rows, block, False, call.device, pieces=cut)
+            cut = table(
+                tiles, rows, block, False, call.device, pieces=pieces(work, pairs, call.device)
+            )
+            work = work if cut.short and not work.short else cut  # that is another, slower kernel
         return heads, work
 
     wanted = packed, block, alone or (q.shape[0] * call.nheads, q.shape[1])
@@ -331,7 +333,7 @@ def backward_sizes(d: int, dv: int, softcap: bool) -> Sizes:
 
 def added(d: int, rows: int) -> tuple[int, int]:
     """Rows and columns of dQ that are added to memory at a time, of a block of so many rows."""
-    return (_HALF, d) if rows > _HALF else (rows, min(d // 2, _PIECE))
+    return (_HALF, d) if rows > _HALF else (rows, min(d // 2, _COLUMNS))
 
 
 def launch(

@@ -65,7 +65,7 @@ class Item(NamedTuple):
         rows: of the block; 0 says that there are no more items.
         tile, last_tile: see `BlockEntry`.
         length, low, high, begin, end: of the first tile; the forward's alone.
-        rows_done: where it says how many pieces of the keys of these rows are done.
+        progress_index: of these rows, in the forward's counters of pieces that are done.
     """
 
     rows: Any
@@ -81,7 +81,7 @@ class Item(NamedTuple):
     high: Any = 0
     begin: Any = 0
     end: Any = 0
-    rows_done: Any = 0
+    progress_index: Any = 0
 
 
 @gluon.jit
@@ -282,7 +282,7 @@ def in_eights(x):
 def rows_and_heads(each, ROWS: gl.constexpr, PACK_GQA: gl.constexpr):
     """Which query of which head each of ROWS rows is, where so many heads are packed, head by head.
 
-    It is all one to the compiler where one head is.
+    With one head nothing is computed.
     """
     if PACK_GQA == 1:
         return each, gl.zeros_like(each)
