@@ -79,9 +79,10 @@ CASES = {
     "eight_heads_carried": replace(
         ONE,
         batch=None,
-        lengths=(300, 9, 150, 70),
-        world_size=4,
-        nheads=16,
+        lengths=(150, 9, 70),
+        world_size=3,
+        nheads=8,
+        nheads_k=1,
         options={**CAUSAL, "sources_per_launch": 1},
     ),
     "four_heads": replace(
@@ -111,11 +112,12 @@ CASES = {
 
 FULL = replace(SMALL, lengths=(900, 33, 400), headdim=64, headdim_v=64, options={})
 PIECES = {
-    "steps": FULL,
-    "sources": replace(FULL, world_size=3, dtype="bf16", options={"sources_per_launch": 2}),
+    "sources": replace(
+        FULL, lengths=(600, 33, 200), world_size=3, dtype="bf16", options={"sources_per_launch": 2}
+    ),
     "causal": replace(FULL, lengths=(1400,), layout="contiguous", options=CAUSAL),
     "eight_heads": replace(FULL, lengths=(700, 45), nheads=8, nheads_k=1, headdim=128),
-    "query_ring": replace(FULL, batch=(2, 300, 1536), route="query_ring"),
+    "query_ring": replace(FULL, batch=(2, 70, 1536), route="query_ring"),
 }
 
 

@@ -36,7 +36,7 @@ def everything(problem: Problem, route: str, rank: int) -> list[object]:
             table = tables.table(list(work.tiles), 16, 8, backward, CPU, 3.0)
             found += [table.blocks.tolist(), table.tiles.tolist(), table.work, table.halves]
             found.append(tables.launch_size(work.tiles, 16, 8))
-            found.append(tables.padded_pairs(work.tiles, 16))
+            found.append(round(tables.padded_pairs(work.tiles, 16), 3))
             cut = tables.table(list(work.tiles), 16, 8, False, CPU, pieces=tables.Pieces(3, 2))
             found += [cut.blocks.tolist(), cut.tiles.tolist(), cut.work, cut.pieces]
     return found
